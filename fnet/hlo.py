@@ -186,7 +186,7 @@ def read(text: str) -> Module:
             operands, _, attributes = rest.partition(")")
             if opcode in ("constant", "parameter"):
                 operands, attributes = "", rest
-            names = tuple(re.findall(r"%([^\s,()]+)", operands))
+            names = tuple(re.findall(r"%([^\s,()]+)", operands)) if operands else ()
             instructions.append(Instruction(name, opcode, result, names, attributes, bool(is_root)))
         elif match := _COMPUTATION.match(line):
             instructions = computations[match[2]] = []

@@ -16,7 +16,7 @@ def import_names_late(package: str) -> None:
     module = sys.modules[package]
     loader: Any = module.__spec__ and module.__spec__.loader
     origins = {
-        alias.name: node.module
+        alias.asname or alias.name: (node.module, alias.name)
         for block in ast.parse(loader.get_source(package)).body
         if isinstance(block, ast.If)
         for node in block.body
@@ -26,18 +26,18 @@ def import_names_late(package: str) -> None:
 
     class Package(ModuleType):
         def __getattr__(self, name: str) -> Any:
-            if origins.get(name, package) == package:  # a module, such as fnet.fsdp
-                own = f"{package}.{name}"
-                if name.startswith("__") or importlib.util.find_spec(own) is None:
+            origin, original = origins.get(name, (package, name))
+            if origin == package:  # a module, such as fnet.fsdp
+                if name.startswith("__") or not importlib.util.find_spec(f"{package}.{name}"):
                     raise AttributeError(f"module {package!r} has no attribute {name!r}")
-                return importlib.import_module(own)
-            value = getattr(importlib.import_module(origins[name]), name)
+                return importlib.import_module(f"{package}.{name}")
+            value = getattr(importlib.import_module(origin), original)
             vars(self)[name] = value
             return value
 
         def __setattr__(self, name: str, value: Any) -> None:
             # An import of the module fnet.generate would hide the function of this name.
-            if not isinstance(value, ModuleType) or origins.get(name, package) == package:
+            if not isinstance(value, ModuleType) or origins.get(name, (package,))[0] == package:
                 super().__setattr__(name, value)
 
         def __dir__(self) -> list[str]:

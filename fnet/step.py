@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fnet import checks
+from fnet import checks, hlo
 from fnet.autodiff.accumulate import as_mode
 from fnet.autodiff.coupling import find_coupling
 from fnet.autodiff.mean import Gradient, Loss, losses_and_aux, mean
@@ -20,12 +20,10 @@ from fnet.autodiff.update import Mode
 from fnet.cpu.convolutions import count_cpus, for_cpus
 from fnet.fsdp import gather_at_use
 from fnet.loop_sums import late_sums
-from fnet.memory import REMAT_POLICIES, BudgetError, format_bytes
-from fnet.memory.donation import Donation, donation
-from fnet.memory.peak import Peak, compile_min_memory, peak
+from fnet.memory import REMAT_POLICIES, BudgetError, Policy, format_bytes, tree_bytes
+from fnet.memory.donation import Donation, read_donation
+from fnet.memory.peak import Peak, compile_min_memory, read_peak
 from fnet.memory.plan import Candidate, Plan, plan
-from fnet.memory.remat import Policy
-from fnet.memory.sizes import tree_bytes
 from fnet.memory.target import Target, platform_of, shapes_on
 from fnet.state import TrainState, check_state
 
@@ -398,11 +396,13 @@ def compile_step(
     else:
         options = dict(compiler_options)
         compiled = lowered.compile(compiler_options=options)
+    program = hlo.unwrap(compiled)
+    read = program, program.as_text() or "", program.memory_analysis()
     report = Report(
         parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
         state_bytes=tree_bytes(state),
-        peak=peak(compiled),
-        donation=donation(compiled),
+        peak=read_peak(*read),
+        donation=read_donation(*read),
         compiler_options=options,
     )
     if budget is not None and report.peak.total > (found.budget or 0):

@@ -129,6 +129,7 @@ def workplace(tmp_path, monkeypatch, compiled_programs):
     monkeypatch.setattr(Figure, "savefig", savefig)
     # JAX has read its environment long ago, and looks for a cache only once.
     compilation_cache.reset_cache()
+    jax.config.update("jax_enable_compilation_cache", True)  # off since a test of --target
     jax.config.update("jax_compilation_cache_dir", str(compiled_programs))
     yield tmp_path
     compilation_cache.reset_cache()

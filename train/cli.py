@@ -65,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             _dispatch(list(sys.argv[1:] if argv is None else argv))
         finally:
+            gc.enable()
             sys.stdout.flush()  # raises here, not at exit, if nobody reads the output
     except (UserError, TrainingError) as error:
         _fail(error, 2 if isinstance(error, UserError) else 1)
@@ -116,12 +117,14 @@ def _dispatch(argv: list[str]) -> None:
         raise UserError(f"no command {name}{did_you_mean(name, _COMMANDS)}; see fnet --help")
     # Programs for a device that is not there cannot be read from the cache: JAX warns.
     _prepare_jax(caches=not any(a.split("=")[0] == "--target" for a in rest))
+    gc.disable()  # modules stay: not to look at them, now and later, saves a second
     # Imported here, so that a command loads only the libraries it needs, and --help few of them.
     words = importlib.import_module("train.arguments").READERS[name](rest)
     module = "import_run" if name == "import" else name  # import is a keyword
     command = importlib.import_module(f"train.commands.{module}")
-    if not gc.get_freeze_count():  # modules stay: not to look at them again saves a second
+    if not gc.get_freeze_count():
         gc.freeze()
+    gc.enable()
     command.main(*words)
 
 

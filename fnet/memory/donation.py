@@ -55,10 +55,9 @@ def donation(compiled: jax.stages.Compiled) -> Donation:
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from fnet import memory
+      >>> state = {"w": jnp.zeros(4)}
       >>> def compiled(step):
-      ...     return (
-      ...         jax.jit(step, donate_argnums=0).lower({"w": jnp.zeros(4)}).compile()
-      ...     )
+      ...     return jax.jit(step, donate_argnums=0).lower(state).compile()
       >>> memory.donation(compiled(lambda state: {"w": state["w"] + 1}))
       Donation(aliased_bytes=16, leaves=1)
       >>> try:
@@ -71,6 +70,11 @@ def donation(compiled: jax.stages.Compiled) -> Donation:
       with .astype(float32).
     """
     compiled = hlo.unwrap(compiled)
+    return read_donation(compiled, compiled.as_text() or "", compiled.memory_analysis())
+
+
+def read_donation(compiled: jax.stages.Compiled, text: str, stats: Any) -> Donation:
+    """Check the donation of a program by its text and the compiler's analysis."""
     arguments = tree_flatten_with_path(compiled.args_info)[0]
     donated = [(path, a) for path, a in arguments if a.donated]
     for option in ("jax_debug_nans", "jax_debug_infs"):
@@ -80,11 +84,10 @@ def donation(compiled: jax.stages.Compiled) -> Donation:
         raise DonationError(
             "nothing is donated: jit the step with donate_argnums, the positions of its state."
         )
-    aliased = _aliased_arguments(compiled)
+    aliased = _aliased_arguments(compiled, text)
     copied = [(path, a) for i, (path, a) in enumerate(arguments) if a.donated and i not in aliased]
     if not copied:
-        memory: Any = compiled.memory_analysis()
-        return Donation(memory.alias_size_in_bytes, len(donated))
+        return Donation(stats.alias_size_in_bytes, len(donated))
 
     info: Any = compiled.out_info
     first = info[0] if type(info) is tuple and info else info
@@ -100,12 +103,12 @@ def donation(compiled: jax.stages.Compiled) -> Donation:
     raise DonationError("state not updated in place: " + "; ".join(reasons) + ".")
 
 
-def _aliased_arguments(compiled: jax.stages.Compiled) -> set[int]:
+def _aliased_arguments(compiled: jax.stages.Compiled, text: str) -> set[int]:
     # jit drops arguments that are never read; their sharding is None.
     tree: Any = compiled.in_tree
     shardings = tree.flatten_up_to(compiled.input_shardings)
     positions = [i for i, sharding in enumerate(shardings) if sharding is not None]
-    header = (compiled.as_text() or "").partition("\n")[0]
+    header = text.partition("\n")[0]
     tokens = header.partition("->")[0].count("token[]")  # of ordered effects, before the arguments
     return {positions[number - tokens] for number, _ in hlo.donated(header).values()}
 

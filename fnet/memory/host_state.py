@@ -31,9 +31,7 @@ _LINK_BLOCKS = 4
 """Parts of a block, which are read and written in turn."""
 
 
-def state_on_host(
-    optimizer: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
+def state_on_host(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Keep the large arrays of an optimizer's state in the memory of the host.
 
     Updates and state are the same to one rounding of the state's dtype, if it is bfloat16, and else

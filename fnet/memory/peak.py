@@ -82,11 +82,7 @@ class Peak(_Parts):
 
     @property
     def curve(self) -> list[int]:
-        """Bytes alive at each instruction, in scheduled order.
-
-        The maximum is the part of ``assigned`` that is in use at once; see
-        `fnet.memory.timeline`.
-        """
+        """Bytes alive at each instruction, in scheduled order; see `fnet.memory.timeline`."""
         return self.timeline.live_bytes
 
     @property
@@ -122,8 +118,11 @@ def peak(compiled: jax.stages.Compiled) -> Peak:
       True
     """
     compiled = hlo.unwrap(compiled)
-    stats: Any = compiled.memory_analysis()
-    text = compiled.as_text() or ""
+    return read_peak(compiled, compiled.as_text() or "", compiled.memory_analysis())
+
+
+def read_peak(compiled: jax.stages.Compiled, text: str, stats: Any) -> Peak:
+    """Report the peak memory of a program by its text and the compiler's analysis."""
     measured = Peak(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,

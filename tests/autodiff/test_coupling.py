@@ -24,10 +24,7 @@ def normal(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-BATCH = {
-    "x": normal(0, B, D),
-    "length": 1 + jnp.arange(B) % T,
-}
+BATCH = {"x": normal(0, B, D), "length": 1 + jnp.arange(B) % T}
 
 
 def coupling(loss, params, model_state=(), batch=BATCH):

@@ -207,8 +207,7 @@ def test_sharded_parameters_stay_sharded():
 
         everywhere = NamedSharding(mesh, PartitionSpec())
         return jax.device_put(
-            state,
-            jax.tree.map(lambda a: sharding(a) if a.ndim == 3 else everywhere, state),
+            state, jax.tree.map(lambda a: sharding(a) if a.ndim == 3 else everywhere, state)
         )
 
     (fused, _), _ = assert_equals_mean(SMALL, OPTIMIZERS["momentum"], place=place, steps=2)

@@ -118,13 +118,7 @@ def test_rejects_invalid_labels_and_scales():
 
 
 def test_null_labels_are_all_numbers_of_the_dtype_of_labels_and_no_others():
-    for dtype in (
-        "int8",
-        "uint8",
-        "int16",
-        "uint32",
-        "int32",
-    ):
+    for dtype in ("int8", "uint8", "int16", "uint32", "int32"):
         labels, limits = jnp.arange(3, dtype=dtype), jnp.iinfo(dtype)
         for number in (int(limits.min), int(limits.max)):
             got = np.asarray(drop_labels(jax.random.key(1), labels, number, 1.0))

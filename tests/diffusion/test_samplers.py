@@ -287,10 +287,7 @@ def test_schedule_ending_without_signal_supports_x0_and_v_only():
 
 def test_rejects_steps_out_of_range():
     for sampler in SAMPLERS:
-        for steps in (
-            0,
-            11,
-        ):
+        for steps in (0, 11):
             with pytest.raises(ValueError, match=rf"steps must be in \[1, 10\].*got {steps}"):
                 samplers.get(sampler)(
                     lambda x, t: x, schedules.cosine(10), noise(2), steps, key=jax.random.key(3)

@@ -47,8 +47,7 @@ def doubled(x, w):
 
 
 doubled.defvjp(
-    lambda x, w: (2 * x @ w, (x, w)),
-    lambda saved, ct: (2 * ct @ saved[1].T, 2 * saved[0].T @ ct),
+    lambda x, w: (2 * x @ w, (x, w)), lambda saved, ct: (2 * ct @ saved[1].T, 2 * saved[0].T @ ct)
 )
 
 

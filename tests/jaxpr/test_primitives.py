@@ -11,13 +11,7 @@ from jax import lax
 
 from fnet.jaxpr import aval, nbytes, renames
 from fnet.jaxpr.axes import ROWS
-from fnet.jaxpr.primitives import (
-    Cond,
-    DotGeneral,
-    Reader,
-    made_bytes,
-    total,
-)
+from fnet.jaxpr.primitives import Cond, DotGeneral, Reader, made_bytes, total
 from fnet.memory import estimate_cost
 
 pytestmark = pytest.mark.usefixtures("allow_key_reuse")

@@ -12,12 +12,7 @@ from random_programs import ANY_PROGRAMS, BATCH, PARAMS, ROWWISE_PROGRAMS, B, no
 
 from fnet.autodiff.per_example.batching import Rows, rows_of, run_for_batch
 from fnet.jaxpr import BackwardPropagation, Dependence, depends_on, inline, is_elementwise
-from fnet.jaxpr.batch_axis import (
-    BatchAxis,
-    Indices,
-    Shared,
-    find_batch_axes,
-)
+from fnet.jaxpr.batch_axis import BatchAxis, Indices, Shared, find_batch_axes
 from fnet.jaxpr.propagation import active_variables
 
 pytestmark = pytest.mark.usefixtures("allow_rank_promotion")

@@ -85,12 +85,7 @@ def test_layer_matches_a_plain_softmax_in_float64(name, float64):
 
 
 def test_kernel_width_follows_heads_and_groups():
-    for groups, columns in (
-        (None, 48),
-        (4, 48),
-        (2, 32),
-        (1, 24),
-    ):
+    for groups, columns in ((None, 48), (4, 48), (2, 32), (1, 24)):
         params, state = jax.eval_shape(
             attention(WIDTH, HEADS, groups=groups).init, jax.random.key(0)
         )

@@ -144,12 +144,7 @@ def test_avg_pool_and_global_avg_pool_are_means():
 
 
 def test_pools_reject_an_image_without_batch_axis():
-    for name in (
-        "max_pool",
-        "avg_pool",
-        "global_max_pool",
-        "global_avg_pool",
-    ):
+    for name in ("max_pool", "avg_pool", "global_max_pool", "global_avg_pool"):
         with pytest.raises(ValueError, match=rf"{name}: expected \[N, H, W, C\], got \(4, 4, 3\)"):
             pooled(getattr(layers.pooling, name)(), jnp.ones((4, 4, 3)))
 
@@ -170,14 +165,8 @@ def test_pools_treat_channels_independently():
 
 
 def test_pools_reject_an_image_that_is_too_small_in_one_direction():
-    for name in (
-        "avg_pool",
-        "max_pool",
-    ):
-        for height, width in (
-            (4, 1),
-            (1, 4),
-        ):
+    for name in ("avg_pool", "max_pool"):
+        for height, width in ((4, 1), (1, 4)):
             with pytest.raises(
                 ValueError, match=f"{name}: window 2 is larger than .* {height} x {width}"
             ):

@@ -29,8 +29,7 @@ def optax_losses(x, kernel, labels, *, bias):
 
 @pytest.mark.sweep(9)
 @pytest.mark.parametrize(
-    ("tokens", "chunk"),
-    [((), 8), ((6,), 1), ((6,), V), ((2, 3), 10), ((2, 1, 3), None)],
+    ("tokens", "chunk"), [((), 8), ((6,), 1), ((6,), V), ((2, 3), 10), ((2, 1, 3), None)]
 )
 @pytest.mark.usefixtures("float64")
 def test_losses_and_gradients_match_optax(tokens, chunk):

@@ -10,9 +10,7 @@ from fnet.memory.timeline import layer_of, timeline
 def program(text, *, arguments, outputs=0, aliased=0):
     """A stand-in for a compiled program, with the given text."""
     stats = SimpleNamespace(
-        argument_size_in_bytes=arguments,
-        output_size_in_bytes=outputs,
-        alias_size_in_bytes=aliased,
+        argument_size_in_bytes=arguments, output_size_in_bytes=outputs, alias_size_in_bytes=aliased
     )
     text = "HloModule m, is_scheduled=true" + text
     return SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: stats)

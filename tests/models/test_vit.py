@@ -29,13 +29,7 @@ def apply(model, x=IMAGES, params=None, **options):
 
 # Dosovitskiy et al. 2021, table 1, and Touvron et al. 2021, table 1, in millions.
 def test_parameter_counts_match_the_papers():
-    for name, millions in (
-        ("tiny", 6),
-        ("small", 22),
-        ("base", 87),
-        ("large", 304),
-        ("huge", 633),
-    ):
+    for name, millions in (("tiny", 6), ("small", 22), ("base", 87), ("large", 304), ("huge", 633)):
         model = models.get(f"vit_{name}", num_classes=1000, patch=14 if name == "huge" else 16)
         params, _ = jax.eval_shape(model.init, jax.random.key(0))
         assert round(sum(a.size for a in jax.tree.leaves(params)) / 1e6) in (millions, millions - 1)

@@ -393,10 +393,7 @@ def test_matrices_of_other_libraries_decay(library):
 
 
 def test_options_that_no_parameter_has_a_name_for_are_refused():
-    for params in (
-        jnp.ones((4, 3)),
-        {"U1": jnp.ones((4, 3))},
-    ):
+    for params in (jnp.ones((4, 3)), {"U1": jnp.ones((4, 3))}):
         for name, option, message in (
             ("adamw", {"weight_decay": 0.1}, r"weight_decay needs parameters named kernel, w or"),
             ("sgd", {"weight_decay": 0.1}, r"weight_decay needs parameters named kernel, w or"),

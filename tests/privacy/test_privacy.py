@@ -15,21 +15,10 @@ import optax
 import pytest
 from dp_accounting import TruncatedSubsampledGaussianDpEvent
 from dp_accounting.pld import PLDAccountant
-from program_cases import (
-    assert_one_line_error,
-    exit_code,
-    final_state,
-    fnet_command,
-    metrics_of,
-)
+from program_cases import assert_one_line_error, exit_code, final_state, fnet_command, metrics_of
 from scipy.stats import norm
 
-from fnet.privacy import (
-    PoissonSampling,
-    banded_square_root,
-    calibrate_noise_multiplier,
-    epsilon,
-)
+from fnet.privacy import PoissonSampling, banded_square_root, calibrate_noise_multiplier, epsilon
 from train.config import Clipped, Memory, Mesh, recipes
 from train.errors import UserError, at_most
 from train.output.logged import noise_scale, noise_scale_course

@@ -235,8 +235,7 @@ along(
     ),
 )
 along(
-    "map",
-    lambda a, i: jnp.moveaxis(lax.map(lambda r: r * jnp.sin(r), jnp.moveaxis(a, i, 0)), 0, i),
+    "map", lambda a, i: jnp.moveaxis(lax.map(lambda r: r * jnp.sin(r), jnp.moveaxis(a, i, 0)), 0, i)
 )
 along("vmap", lambda a, i: jax.vmap(jnp.sin, i, i)(a))
 along("pmean", lambda a, i: jax.vmap(lambda r: r - lax.pmean(r, "axis"), i, i, axis_name="axis")(a))

@@ -6,7 +6,6 @@ from pathlib import Path
 from rich.console import Console
 
 from train.arguments import TrainArguments
-from train.commands.folds import train_folds
 from train.config import Config
 from train.errors import UserError
 from train.run.distributed import join, together
@@ -40,6 +39,8 @@ def main(words: list[str], options: TrainArguments, config: Config) -> None:
     console = Console(quiet=not is_first)
     with together() if is_distributed else contextlib.nullcontext():
         if options.folds is not None:
+            from train.commands.folds import train_folds  # imports matplotlib for its report
+
             train_folds(config, options.folds, out, resume=options.resume, console=console)
             return
         train(config, out, resume=options.resume, console=console, profile=options.profile)

@@ -110,7 +110,10 @@ File = str | os.PathLike[str] | bytes | UnreadableError
 
 
 def decode(
-    source: File | Image.Image | np.ndarray, view: ViewOf = whole, max_pixels: int = MAX_PIXELS
+    source: File | Image.Image | np.ndarray,
+    view: ViewOf = whole,
+    max_pixels: int = MAX_PIXELS,
+    check: bool = False,
 ) -> np.ndarray:
     """Decode an image file to uint8 [height, width, 3].
 
@@ -125,23 +128,24 @@ def decode(
         which are never decoded at reduced size.
       view: part of the image, and its size.
       max_pixels: largest number of pixels of the image and of the result.
+      check: return pixels of any size: nothing is resized, and a JPEG is decoded at 1/8 of its
+        size. All of a file is read, and raises the same errors.
 
     Raises:
       UnreadableError: for any problem with the file.
     """
+
+    def read(image: Image.Image) -> np.ndarray:
+        _check_range(image)
+        return np.asarray(_apply_view(image, view, max_pixels, check))
+
     if isinstance(source, np.ndarray):
         source = _from_array(source)
     if isinstance(source, Image.Image):
         with _unreadable():
             _check_pixels(source, max_pixels)
-            _check_range(source)
             # Decoding a JPEG at reduced size would change the size of the caller's image.
-            return np.asarray(_apply_view(source.copy(), view, max_pixels))
-
-    def read(image: Image.Image) -> np.ndarray:
-        _check_range(image)
-        return np.asarray(_apply_view(image, view, max_pixels))
-
+            return read(source.copy())
     return _open(source, read, max_pixels)
 
 
@@ -388,7 +392,7 @@ def _check_range(image: Image.Image) -> None:
         raise UnreadableError(f"{kind} values, whose range is undefined; save 8 or 16 bits")
 
 
-def _apply_view(image: Image.Image, view: ViewOf, max_pixels: int) -> Image.Image:
+def _apply_view(image: Image.Image, view: ViewOf, max_pixels: int, check: bool) -> Image.Image:
     scale = orientation = 1
     if isinstance(image, JpegImagePlugin.JpegImageFile):
         # The orientation of a JPEG is known before it is loaded, and draft() must come before too.
@@ -396,8 +400,8 @@ def _apply_view(image: Image.Image, view: ViewOf, max_pixels: int) -> Image.Imag
         width, height = image.size if orientation < 5 else image.size[::-1]
         box, size = view(width, height)
         shrink = min((box[2] - box[0]) / size[0], (box[3] - box[1]) / size[1]) / _REDUCING_GAP
-        if shrink >= 2:
-            scale = 2 ** min(int(math.log2(shrink)), 3)
+        if shrink >= 2 or check:
+            scale = 8 if check else 2 ** min(int(math.log2(shrink)), 3)
             image.draft(None, (image.width // scale, image.height // scale))
         image.load()
         rgb = _rgb(_rotate(image, orientation))
@@ -415,7 +419,7 @@ def _apply_view(image: Image.Image, view: ViewOf, max_pixels: int) -> Image.Imag
         x = rgb.width - width / scale if orientation in _LAST_COLUMN_FIRST else 0.0
         y = rgb.height - height / scale if orientation in _LAST_ROW_FIRST else 0.0
         box = (x + box[0] / scale, y + box[1] / scale, x + box[2] / scale, y + box[3] / scale)
-    if size == rgb.size and box == (0, 0, *size):
+    if check or (size == rgb.size and box == (0, 0, *size)):
         return rgb
     return rgb.resize(size, Image.Resampling.BILINEAR, box=box)
 

@@ -104,7 +104,7 @@ def image_dataset(
     def explain(id: int) -> str | None:
         (file,) = files(np.array([id]))
         try:
-            decode(file, resize_shorter_side(options.resize), options.max_pixels)
+            decode(file, resize_shorter_side(options.resize), options.max_pixels, check=True)
         except UnreadableError as error:
             return f"{describe(id)}: {error}"
         return None
@@ -124,9 +124,6 @@ def image_dataset(
             f"is much more than data.image_size {options.image_size}; leave it out to see 77 %"
         )
 
-    def size(id: int) -> int:
-        return sum(map(file_bytes, files(np.array([id]))))
-
     return Dataset(
         train={"id": ids[:num_train], "label": labels[0]},
         test={"id": ids[num_train:], "label": labels[1]},
@@ -142,7 +139,7 @@ def image_dataset(
         scaling=scaling,
         notes=tuple(notes),
         files=lambda id: files(np.array([id])),
-        **{"file_bytes": size} | others,
+        **{"file_bytes": lambda id: sum(map(file_bytes, files(np.array([id]))))} | others,
     )
 
 

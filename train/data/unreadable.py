@@ -40,10 +40,8 @@ class UnreadableFiles:
         self._known: set[int] = set()
         self._found: set[int] = set()
         num_train = num_examples(dataset.train) - dataset.canaries
-        self._splits = {
-            "training": range(num_train),
-            "test": range(num_train, num_train + num_examples(dataset.test)),
-        }
+        ids = range(num_train + num_examples(dataset.test))
+        self._splits = {"training": ids[:num_train], "test": ids[num_train:]}
         self._rows: list[dict[str, str]] = []
         self._errors: dict[str, list[str]] = {split: [] for split in self._splits}
 

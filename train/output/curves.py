@@ -1,25 +1,13 @@
-"""Curves of metrics: the same panels for curves.png and for the report's page."""
+"""Curves of metrics: what the panels of curves.png and of the report show."""
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib import ticker
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from train.output.formats import number, percent
 from train.output.logged import NOT_PRIVATE, finite, noise_scale_course
 
-COLORS = (
-    *("#1f6fb4", "#c2410c", "#15803d", "#9333a8"),
-    *("#856a00", "#0e7c86", "#be185d", "#57534e"),
-)
-"""Colors of runs. The report's style sheet has the same, and lighter ones for dark mode."""
-DASHES = ("solid", "dashed", "dotted")
-"""Line styles of runs, once the colors are used up."""
-GRID_COLOR = "#d8dbdf"
 MOST_POINTS = 300
 """Points of a curve, more than a chart has pixels on a phone."""
 
@@ -82,11 +70,6 @@ _KNOWN = {
     "unreadable_files": ("unreadable files", _AMOUNT),
 }
 """Title and scale of metrics, in the order of their panels. Others follow by name."""
-
-_ON_PICTURE = (
-    *("loss", "accuracy", "pixel_accuracy", "mean_iou"),
-    *("learning_rate", "privacy/epsilon", "noise_scale"),
-)
 
 
 class Curve(NamedTuple):
@@ -218,90 +201,3 @@ def thin(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, ...]:
     count = np.diff(first, append=len(x))
     x, mean = np.add.reduceat(x, first) / count, np.add.reduceat(y, first) / count
     return x, mean, np.minimum.reduceat(y, first), np.maximum.reduceat(y, first)
-
-
-def draw(ax: Axes, metric: Metric, x_axis: XAxis, runs: int = 1, points: int = MOST_POINTS) -> None:
-    """Draw a metric of one or several runs, with a band from least to greatest if thinned.
-
-    Lines of run i have the gid ``run{i}-{part}``. The lines of one run are colored by part, else by
-    run.
-    """
-    if metric.log:
-        ax.set_yscale("log")
-    several, parts = runs > 1, metric.parts
-    for (run, part), curve in metric.curves.items():
-        first = part in (parts[0], NOT_PRIVATE)
-        faint = len(parts) > 1 and first and (several or "averaged" in parts)
-        index = run if several else int(part in ("test", "averaged"))
-        color = COLORS[index % len(COLORS)]
-        x, mean, low, high = thin(x_axis.of(curve), curve.values, points)
-        if len(x) < len(curve.values):
-            band: dict[str, Any] = {"alpha": 0.2, "lw": 0, "clip_on": False, "gid": f"run{run}"}
-            ax.fill_between(x, low, high, color=color, **band)
-        dots = len(x) == 1 or (part == "test" and len(x) <= 40)
-        ax.plot(
-            x,
-            mean,
-            color=color,
-            ls=DASHES[index // len(COLORS) % len(DASHES)],
-            lw=1 if faint else 1.5,
-            alpha=0.6 if faint else 1,
-            marker="o" if dots else "",
-            ms=4,
-            clip_on=False,
-            gid=f"run{run}-{part}",
-            label=f"{metric.label(part)} {metric.scale.text(curve.values[-1])}".strip(),
-        )
-    _scale(ax, metric)
-    margin = 0 if x_axis.high > x_axis.low else 0.5
-    ax.set_xlim(x_axis.low - margin, x_axis.high + margin)
-    ax.xaxis.set_major_locator(round_ticks())
-    style(ax)
-
-
-def _scale(ax: Axes, metric: Metric) -> None:
-    low = min(curve.values.min() for curve in metric.curves.values())
-    high = max(curve.values.max() for curve in metric.curves.values())
-    if metric.log:
-        subs = (1, 2, 5) if high < 200 * low else (1,)
-        ax.yaxis.set_major_locator(ticker.LogLocator(subs=subs, numticks=6))
-        ax.yaxis.set_minor_locator(ticker.NullLocator())
-        ax.yaxis.set_major_formatter(lambda value, _: number(value))
-        return
-    ax.yaxis.set_major_locator(round_ticks())
-    if metric.scale.text is percent:
-        ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.6g}%")
-        if high <= 1:
-            ax.set_ylim(top=min(ax.get_ylim()[1], 1))
-    bottom = ax.get_ylim()[0]
-    if low >= 0 and (metric.scale.from_zero or bottom < 0):
-        ax.set_ylim(bottom=0)
-
-
-def style(ax: Axes) -> None:
-    """Leave a panel with horizontal grid lines and without a frame."""
-    ax.grid(axis="y", color=GRID_COLOR, lw=0.8)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right", "left"]].set_visible(False)
-    ax.spines["bottom"].set_color(GRID_COLOR)
-    ax.tick_params(length=0)
-
-
-def round_ticks() -> ticker.Locator:
-    """Return a locator of about five ticks that are multiples of 1, 2, 2.5 or 5."""
-    return ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10])
-
-
-def save(lines: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Write curves.png: loss, scores, learning rate and the like over the steps of a run."""
-    metrics = [m for m in metrics_of([read_curves(lines)]) if m.name in _ON_PICTURE]
-    steps = np.concatenate([c.steps for m in metrics for c in m.curves.values()] or [np.zeros(1)])
-    figure = Figure(figsize=(4 * max(len(metrics), 1), 3.8), layout="constrained")
-    figure.suptitle(title, parse_math=False)
-    for i, metric in enumerate(metrics):
-        ax = figure.add_subplot(1, len(metrics), i + 1)
-        draw(ax, metric, XAxis("step", 0.0, steps.max()))
-        ax.set_title(metric.title, fontsize=10, loc="left")
-        ax.set_xlabel("step")
-        ax.legend(frameon=False, fontsize=9)
-    figure.savefig(path, dpi=110)

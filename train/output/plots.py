@@ -1,7 +1,7 @@
-"""Pictures of a run: images with what the network makes of them, and its memory."""
+"""Pictures of a run: images with what the network makes of them, its memory and its curves."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,17 +10,30 @@ import numpy as np
 from matplotlib import font_manager, ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Patch
 
 from fnet.memory import format_bytes
-from train.output.curves import COLORS, round_ticks, style
+from train.output.curves import MOST_POINTS, Metric, XAxis, metrics_of, read_curves, thin
+from train.output.formats import number, percent
+from train.output.logged import NOT_PRIVATE
 from train.output.memory_tables import PHASES, StepMemory
 from train.output.palette import overlay_labels
 
 if TYPE_CHECKING:
     from fnet.memory import Plan
 
+COLORS = (
+    *("#1f6fb4", "#c2410c", "#15803d", "#9333a8"),
+    *("#856a00", "#0e7c86", "#be185d", "#57534e"),
+)
+"""Colors of runs. The report's style sheet has the same, and lighter ones for dark mode."""
+DASHES = ("solid", "dashed", "dotted")
+"""Line styles of runs, once the colors are used up."""
+GRID_COLOR = "#d8dbdf"
+_ON_PICTURE = (
+    *("loss", "accuracy", "pixel_accuracy", "mean_iou"),
+    *("learning_rate", "privacy/epsilon", "noise_scale"),
+)
 _MOST_POINTS = 400
 """Points of the curve of live bytes."""
 _NO_FONT = "Last Resort"
@@ -40,8 +53,8 @@ def image_grid(images: np.ndarray, names: Sequence[str], title: str, path: Path)
     figure = Figure(figsize=(1 + 0.6 * columns, 1 + 0.6 * rows), layout="constrained")
     ax = figure.subplots()
     ax.imshow(_rgb(canvas))
-    labels = [*map(drawable, names)]
-    ax.set_yticks((np.arange(rows) + 0.5) * (h + 2) - 0.5, labels, parse_math=False)
+    middles = (np.arange(rows) + 0.5) * (h + 2) - 0.5
+    ax.set_yticks(middles, [*map(drawable, names)], parse_math=False)
     ax.set_xticks([])
     ax.set_title(drawable(title), fontsize=9)
     ax.spines[:].set_visible(False)
@@ -88,14 +101,9 @@ def segmentations(
     figure, ax = _tile(tiles, texts, title, columns=3, room=0.1, inches=3.0)
     labels = np.unique(np.concatenate([a.ravel() for a in (*masks, *predictions)]))
     shown = {int(i): "void" if i == 255 else drawable(classes[i]) for i in labels}
-    legend = ax.legend(
-        handles=[Patch(color=colors[i] / 255, label=end_of(n)) for i, n in shown.items()],
-        loc="upper center",
-        bbox_to_anchor=(0.5, 0),
-        ncols=4,
-        fontsize=7,
-        frameon=False,
-    )
+    patches = [Patch(color=colors[i] / 255, label=end_of(n)) for i, n in shown.items()]
+    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncols": 4}
+    legend = ax.legend(handles=patches, fontsize=7, frameon=False, **place)
     for text in legend.get_texts():
         text.set_parse_math(False)
     figure.savefig(path, dpi=110, bbox_inches="tight")
@@ -201,8 +209,7 @@ def draw_live_bytes(ax: Axes, stored: StepMemory, highest: int = 0) -> None:
         most = np.maximum.reduceat(live, first) / unit
         ax.fill_between(first, most, step="post", color=COLORS[0], alpha=0.3, lw=0)
         ax.step(first, most, where="post", color=COLORS[0], lw=1.2)
-    phase = PHASES.get(stored.peak_phase, "")
-    label = f"peak assigned by XLA: {format_bytes(assigned)}{phase}"
+    label = f"peak assigned by XLA: {format_bytes(assigned)}{PHASES.get(stored.peak_phase, '')}"
     ax.axhline(assigned / unit, color=COLORS[1], lw=1, ls="--", label=label)
     ax.set_xlim(0, max(len(live) - 1, 1))
     ax.xaxis.set_major_locator(round_ticks())
@@ -292,7 +299,88 @@ def _other_families() -> tuple[str, ...]:
 @functools.cache
 def _characters(family: str) -> frozenset[int]:
     try:
-        path = font_manager.findfont(FontProperties(family=[family]), fallback_to_default=False)
+        path = font_manager.findfont(
+            font_manager.FontProperties(family=[family]), fallback_to_default=False
+        )
         return frozenset(font_manager.get_font(path).get_charmap())
     except (OSError, RuntimeError, ValueError):  # removed, or not what matplotlib can read
         return frozenset()
+
+
+def draw(ax: Axes, metric: Metric, x_axis: XAxis, runs: int = 1, points: int = MOST_POINTS) -> None:
+    """Draw a metric of one or several runs, with a band from least to greatest if thinned.
+
+    Lines of run i have the gid ``run{i}-{part}``. The lines of one run are colored by part, else by
+    run.
+    """
+    if metric.log:
+        ax.set_yscale("log")
+    several, parts = runs > 1, metric.parts
+    for (run, part), curve in metric.curves.items():
+        first = part in (parts[0], NOT_PRIVATE)
+        faint = len(parts) > 1 and first and (several or "averaged" in parts)
+        index = run if several else int(part in ("test", "averaged"))
+        color = COLORS[index % len(COLORS)]
+        x, mean, low, high = thin(x_axis.of(curve), curve.values, points)
+        if len(x) < len(curve.values):
+            band: dict[str, Any] = {"alpha": 0.2, "lw": 0, "clip_on": False, "gid": f"run{run}"}
+            ax.fill_between(x, low, high, color=color, **band)
+        dots = len(x) == 1 or (part == "test" and len(x) <= 40)
+        look: dict[str, Any] = {"lw": 1 if faint else 1.5, "alpha": 0.6 if faint else 1}
+        look |= {"marker": "o" if dots else "", "ms": 4, "color": color, "clip_on": False}
+        dashes = DASHES[index // len(COLORS) % len(DASHES)]
+        label = f"{metric.label(part)} {metric.scale.text(curve.values[-1])}".strip()
+        ax.plot(x, mean, ls=dashes, gid=f"run{run}-{part}", label=label, **look)
+    _scale(ax, metric)
+    margin = 0 if x_axis.high > x_axis.low else 0.5
+    ax.set_xlim(x_axis.low - margin, x_axis.high + margin)
+    ax.xaxis.set_major_locator(round_ticks())
+    style(ax)
+
+
+def _scale(ax: Axes, metric: Metric) -> None:
+    low = min(curve.values.min() for curve in metric.curves.values())
+    high = max(curve.values.max() for curve in metric.curves.values())
+    if metric.log:
+        subs = (1, 2, 5) if high < 200 * low else (1,)
+        ax.yaxis.set_major_locator(ticker.LogLocator(subs=subs, numticks=6))
+        ax.yaxis.set_minor_locator(ticker.NullLocator())
+        ax.yaxis.set_major_formatter(lambda value, _: number(value))
+        return
+    ax.yaxis.set_major_locator(round_ticks())
+    if metric.scale.text is percent:
+        ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.6g}%")
+        if high <= 1:
+            ax.set_ylim(top=min(ax.get_ylim()[1], 1))
+    bottom = ax.get_ylim()[0]
+    if low >= 0 and (metric.scale.from_zero or bottom < 0):
+        ax.set_ylim(bottom=0)
+
+
+def style(ax: Axes) -> None:
+    """Leave a panel with horizontal grid lines and without a frame."""
+    ax.grid(axis="y", color=GRID_COLOR, lw=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.spines["bottom"].set_color(GRID_COLOR)
+    ax.tick_params(length=0)
+
+
+def round_ticks() -> ticker.Locator:
+    """Return a locator of about five ticks that are multiples of 1, 2, 2.5 or 5."""
+    return ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10])
+
+
+def curves(lines: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+    """Write curves.png: loss, scores, learning rate and the like over the steps of a run."""
+    metrics = [m for m in metrics_of([read_curves(lines)]) if m.name in _ON_PICTURE]
+    steps = np.concatenate([c.steps for m in metrics for c in m.curves.values()] or [np.zeros(1)])
+    figure = Figure(figsize=(4 * max(len(metrics), 1), 3.8), layout="constrained")
+    figure.suptitle(title, parse_math=False)
+    for i, metric in enumerate(metrics):
+        ax = figure.add_subplot(1, len(metrics), i + 1)
+        draw(ax, metric, XAxis("step", 0.0, steps.max()))
+        ax.set_title(metric.title, fontsize=10, loc="left")
+        ax.set_xlabel("step")
+        ax.legend(frameon=False, fontsize=9)
+    figure.savefig(path, dpi=110)

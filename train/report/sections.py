@@ -18,11 +18,11 @@ from matplotlib.figure import Figure
 from fnet.memory import format_bytes
 from train.config import Config, flatten
 from train.output import memory_tables
-from train.output.curves import COLORS, DASHES, GRID_COLOR, Metric, XAxis, draw
+from train.output.curves import Metric, XAxis
 from train.output.formats import duration, number, percent
 from train.output.logged import NOT_PRIVATE, input_wait
 from train.output.memory_tables import StepMemory
-from train.output.plots import draw_live_bytes
+from train.output.plots import COLORS, DASHES, GRID_COLOR, draw, draw_live_bytes
 from train.output.tables import MISSING, Cell, Table
 from train.report.runs import Run
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from fnet.attribution import InRunState, ekfac, tracin
+import fnet
+from train import output
 from train.arguments import AttributeArguments
 from train.data import Arrays, Dataset, augment_rows, num_examples, select_rows
 from train.data.batch import Batch
@@ -20,7 +21,6 @@ from train.data.decode import UnreadableError
 from train.data.masks import spread
 from train.data.tokenizer import load_tokenizer
 from train.errors import UserError, writing
-from train.output import plots
 from train.output.progress import line_printer, show_table, showing
 from train.output.rows import as_csv
 from train.output.tables import Table
@@ -168,12 +168,13 @@ def score(
         batch = (jax.tree.map(jnp.asarray, query.batch),)
         try:
             if options.method == "tracin":
-                score = tracin(losses, [params], [1.0], batch, average=True)
+                score = fnet.attribution.tracin(losses, [params], [1.0], batch, average=True)
             else:
                 with counting(console, "computing the curvature, in two passes") as progress:
                     few = TrainingRows(run.task.dataset, rows.size, options.curvature, progress)
-                    damping = options.damping
-                    score = ekfac(losses, params, few, batch, damping=damping, average=True)
+                    score = fnet.attribution.ekfac(
+                        losses, params, few, batch, damping=options.damping, average=True
+                    )
         except ValueError as error:  # a network that mixes examples
             raise UserError(f"{folder.path}: {error}") from error
 
@@ -251,7 +252,7 @@ def counting(console: Console, what: str) -> Iterator[Callable[[int, int], None]
         yield count
 
 
-def columns_of(state: InRunState) -> Columns:
+def columns_of(state: "fnet.attribution.InRunState") -> Columns:
     """Return what a run recorded of its training examples; the query is the test loss."""
     return {"loss": np.asarray(state.mean_losses), "score": np.asarray(state.scores)}
 
@@ -301,8 +302,8 @@ def _write(
         return [table]
     images, picture = rows.read(np.array([*shown]))["image"], table.with_suffix(".png")
     names = ((rows.label(row), rows.dataset.name(row)) for row in shown)
-    captions = ["\n".join(plots.end_of(text, 26) for text in pair) for pair in names]
-    plots.classifications(images, captions, [not h for h in shown.values()], title, picture)
+    captions = ["\n".join(output.plots.end_of(text, 26) for text in pair) for pair in names]
+    output.plots.classifications(images, captions, [not h for h in shown.values()], title, picture)
     return [table, picture]
 
 

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from train import data
+from train import data, output
 from train.data.label_map import IGNORE
 from train.data.masks import spread
 from train.data.photos import Photos
 from train.errors import shorten
-from train.output import plots
 from train.output.curves import describe
 from train.output.palette import palette
 from train.output.progress import line_printer, show_table
@@ -209,7 +208,7 @@ def write(
     written, kind = dict[str, Path](), kind_of(run.config)
     if evaluation.confusion is not None:
         classes, picture = run.task.dataset.classes, files.confusion
-        plots.confusion_matrix(evaluation.confusion, classes, title, picture)
+        output.plots.confusion_matrix(evaluation.confusion, classes, title, picture)
         written["confusion matrix"] = picture
     if kind.labels_images and not run.config.is_release_only:
         if kind.predicts == "masks":
@@ -244,7 +243,7 @@ def draw_augmented(run: Setup, path: Path) -> None:
                 text = _shorten(", ".join(map(str, shown.values())))
                 texts.append(text if share is None else f"{share[i]:.0%} {text}")
         captions.append("\n".join(texts))
-    plots.classifications(
+    output.plots.classifications(
         batch["image"], captions, [True] * len(captions), f"{run.config.name}: augmented", path
     )
 
@@ -279,7 +278,7 @@ def _draw_classifications(run: Setup, evaluation: Evaluation, title: str, path: 
             text += f"\nis {_join(targets.describe(dataset.test['label'][i]).values())}"
         captions.append(text)
     right = [not (targets.has_errors and wrong[i]) for i in shown]
-    plots.classifications(images, captions, right, title, path)
+    output.plots.classifications(images, captions, right, title, path)
     return True
 
 
@@ -312,8 +311,9 @@ def _draw_segmentations(
     total = data.num_examples(dataset.test)
     title = f"{title}: {len(shown)} of {total:,} test images, from the worst to the best"
     captions = [f"prediction, {right:.0%} of pixels right" for right, _ in shown]
-    colors = palette(dataset.label_map)
-    plots.segmentations(images, masks, predicted, dataset.classes, colors, captions, title, path)
+    output.plots.segmentations(
+        images, masks, predicted, dataset.classes, palette(dataset.label_map), captions, title, path
+    )
     return True
 
 

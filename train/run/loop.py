@@ -13,14 +13,14 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from fnet.attribution import InRunState
+import fnet
 from fnet.cpu.heap import occupy_gaps
 from fnet.memory import format_bytes
+from train import output
 from train.config import Config
 from train.data import num_examples
 from train.data.unreadable import UnreadableFiles
 from train.errors import TrainingError, UserError
-from train.output import curves, plots
 from train.output.logged import BadStep, read_log, read_metrics
 from train.output.memory_tables import StepMemory
 from train.output.progress import Progress, line_printer
@@ -162,7 +162,7 @@ def train(
 
         num_params = programs.planned.executable.report.parameters
         title = f"{config.name}: {num_params:,} parameters, {loop.step} steps"
-        curves.save(read_metrics(folder.metrics), title, folder.curves)
+        output.plots.curves(read_metrics(folder.metrics), title, folder.curves)
         if loop.ended_early and not loop.failure:
             log(
                 f"the run ends early: {best_metric(config) or 'the score'} got no better in "
@@ -302,7 +302,7 @@ class _Loop:
             report, folder = self.programs.finish(), self.folder
             folder.write(folder.memory, report)
             title = f"{self.run.config.name}: memory of a train step"
-            plots.memory(StepMemory.model_validate(report), title, folder.memory_picture)
+            output.plots.memory(StepMemory.model_validate(report), title, folder.memory_picture)
             examples.draw_augmented(self.run, folder.augmented)
             tracker.draw(self.start.step, folder.augmented)
 
@@ -334,7 +334,7 @@ class _Loop:
         written = [folder.summary, folder.curves, folder.memory_picture]
         title = f"{run.config.name}, step {run.steps}"
         written += examples.write(run, programs.evaluate, state, evaluation, title, folder).values()
-        if isinstance(state.opt_state, InRunState):
+        if isinstance(state.opt_state, fnet.attribution.InRunState):
             training_rows = TrainingRows(run.task.dataset, run.config.data.batch_size)
             written += write_losses(folder, training_rows, columns_of(state.opt_state))
         audited = None

@@ -1,8 +1,11 @@
 """Compile the programs of a run within its memory budget, here or for other devices."""
 
+import gc
 import itertools
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +24,6 @@ from fnet.step import Executable, plan_step
 from train.data import PREFETCHED_BATCHES
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
-from train.output.formats import duration
 from train.output.memory_tables import describe_candidate
 from train.output.progress import compiling, line_printer
 from train.output.tables import Table
@@ -72,14 +74,6 @@ class Planned(NamedTuple):
     def peak(self) -> memory.Peak:
         """Peak memory of the step per device."""
         return self.executable.report.peak
-
-    @property
-    def timeline(self) -> memory.Timeline | None:
-        """Timeline of the peak; None if the compiler does not report the schedule."""
-        try:
-            return self.peak.timeline
-        except ValueError:
-            return None
 
     @property
     def fits(self) -> bool:
@@ -373,7 +367,9 @@ def memory_report(planned: Planned) -> dict[str, Any]:
     ``live_bytes`` and ``largest_at_peak`` are empty if the compiler does not report the schedule,
     and ``residuals`` are of one microbatch if there are several.
     """
-    timeline, policy = planned.timeline, str(planned.policy)
+    policy, timeline = str(planned.policy), None
+    with suppress(ValueError):
+        timeline = planned.peak.timeline
     residuals = residuals_by_layer(planned.run, planned.policy, planned.microbatches)
     return planned.executable.report.as_dict() | {
         "policy": policy,
@@ -555,33 +551,32 @@ def compile_programs(
         nothing fits, or a policy that this device does not support.
       DonationError: if the step would not update the state in place.
     """
-    with compiling(console) as show:
+    with compiling(console) as show, ThreadPoolExecutor(1) as threads, ExitStack() as stack:
+        # Traces are many objects that stay: to look for garbage took a tenth of a second start.
+        stack.callback(gc.set_threshold, *gc.get_threshold())
+        gc.set_threshold(50_000, 2, 2)
+
+        def evaluation(microbatches: int) -> Evaluator:
+            # With several crops per image, fewer images make a batch of the size of a microbatch.
+            images = run.config.data.batch_size // microbatches // run.config.data.crops
+            return run.evaluation(unreadable, images)
+
         # A wrong name costs a trace, not a compilation.
         metric = best_metric(run.config)
-        if score_of(run.evaluation(unreadable, run.devices).trial(), metric) is None:
+        if score_of(evaluation(run.step.microbatches).trial(), metric) is None:
             raise UserError(
                 f"checkpoint.metric: {metric} is undefined on these test examples, whose labels do "
                 "not differ; give another metric, or other splits"
             )
-        start = time.perf_counter()
-
-        def show_next(number: int, program: str) -> None:
-            seconds = time.perf_counter() - start
-            if seconds >= 10 or console.is_terminal:  # a log needs no line per second
-                show(f"compiling program {number} of 2: {program}, {duration(seconds)} so far")
-
-        show_next(1, "train step")
+        # The compiler mostly takes one CPU: the initial values are ready before the step.
+        init = run.compile_init(weights.variables if weights else None, threads)
         planned = compile_step(run, progress=show)
-        # With several crops per image, fewer images make a batch of the size of a microbatch.
-        images = run.config.data.batch_size // planned.microbatches // run.config.data.crops
-        show_next(2, "initial values")
-        init = run.compile_init(weights.variables if weights else None)
         schedule = jax.jit(run.schedule).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
         state_bytes = memory.tree_bytes(run.state_shapes) // run.devices
         return Programs(
             planned,
             StepCache(planned, line_printer(console)),
-            run.evaluation(unreadable, images),
+            evaluation(planned.microbatches),
             init,
             lambda step: float(schedule(np.int32(step))),
             overhead(run).peak(state_bytes, planned.peak.total),

@@ -20,7 +20,7 @@ from train.networks.published.network import FROZEN
 from train.output.curves import describe
 from train.output.formats import duration, number
 from train.output.logged import NOT_PRIVATE, Summary, input_wait, noise_scale, throughput
-from train.output.memory_tables import PHASES, describe_errors, plan_summary
+from train.output.memory_tables import describe_errors, plan_summary
 from train.output.progress import line_printer
 from train.privacy import Privacy
 from train.run.evaluation import Evaluation
@@ -62,7 +62,6 @@ def before_training(programs: Programs, lines: list[dict[str, Any]]) -> dict[str
     memory = f"{format_bytes(programs.predicted_bytes)}{per_device} predicted"
     if jax.default_backend() == "cpu":
         memory += f"{_of_process(run)}, {format_bytes(report.peak.total)} of it for a step"
-    memory += PHASES.get(planned.timeline.peak_phase, "") if planned.timeline else ""
     if config.memory.budget:
         memory += f"; budget {config.memory.budget}"
     split = f" in {planned.microbatches:,} microbatches" if planned.microbatches > 1 else ""

@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import grain
@@ -133,22 +134,25 @@ class Setup(NamedTuple):
         init = jax.jit(self.init, out_shardings=out_shardings, donate_argnums=donated)
         return init.lower(jax.random.key(0), variables)
 
-    def compile_init(self, variables: Any = None) -> Callable[[Array], TrainState]:
+    def compile_init(
+        self, variables: Any = None, threads: Executor | None = None
+    ) -> Callable[[Array], TrainState]:
         """Compile ``key -> TrainState``.
 
         Args:
           variables: ``(params, model_state)`` in place of the initial values of a network of fnet's
             layers; arrays that are None keep theirs. A published model begins with the parameters
             of its files, whatever is given.
+          threads: Threads to compile in. The first call waits.
         """
-        model = self.task.model
+        model, read = self.task.model, lambda: variables
+        if self.config.model.is_published:
+            shapes = model.pretrained(self.state_shapes.params, self.state_shapes.model_state)
+            variables, read = shapes, lambda: model.read(shapes)
         options = RUNS_ONCE if jax.default_backend() == "cpu" else None
-        if not self.config.model.is_published:
-            compiled = self.lower_init(variables).compile(options)
-            return lambda key: compiled(key, variables)
-        shapes = model.pretrained(self.state_shapes.params, self.state_shapes.model_state)
-        compiled = self.lower_init(shapes).compile(options)
-        return lambda key: compiled(key, model.read(shapes))
+        threads = threads or ThreadPoolExecutor(1)
+        program = threads.submit(self.lower_init(variables).compile, options)
+        return lambda key: program.result()(key, read())
 
     def evaluation(self, unreadable: UnreadableFiles, batch_size: int) -> Evaluator:
         """Trace the evaluation on the test examples, with as many on each device."""
@@ -207,7 +211,7 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
         skip_nonfinite=config.nonfinite.skip and privacy is None,
     )
 
-    state_shapes = jax.eval_shape(init, jax.random.key(config.train.seed))
+    state_shapes = jax.eval_shape(init, jax.random.key(config.train.seed), None)  # as `lower_init`
     batch_shapes = _batch_shapes(task, config)
     if config.grad.is_per_example:
         try:

@@ -62,12 +62,16 @@ def auc(outputs: np.ndarray, is_class: np.ndarray) -> np.ndarray:
     It is the probability that an example of the class has the larger output than another one, half
     of it for equal outputs (Mann-Whitney U). It is NaN if all or no examples are of the class.
     """
-    from scipy.stats import rankdata  # slow to import
-
     positive = is_class.sum(0)
-    negative = len(is_class) - positive
-    above = (rankdata(outputs, axis=0) * is_class).sum(0) - positive * (positive + 1) / 2
-    return _divide(above, positive * negative)
+    pairs = positive * (len(is_class) - positive)
+    return _divide(np.array([*map(_above, outputs.T, is_class.T)]), pairs)
+
+
+def _above(outputs: np.ndarray, is_class: np.ndarray) -> float:
+    """Count how often an example of a class is above another one; half for equal outputs."""
+    others, of_class = np.sort(outputs[~is_class]), outputs[is_class]
+    sides = (np.searchsorted(others, of_class, side).sum() for side in ("left", "right"))
+    return np.nan if np.isnan(outputs).any() else sum(sides) / 2
 
 
 def calibration_error(probability: np.ndarray, right: np.ndarray) -> float:

@@ -256,7 +256,7 @@ def test_examples_show_confident_errors_first_and_then_unsure_ones(evaluated, mo
     def classifications(images, words, right, title, path):
         recorded.update(images=images, words=words, right=right, title=title)
 
-    monkeypatch.setattr(examples.plots, "classifications", classifications)
+    monkeypatch.setattr(plots, "classifications", classifications)
     monkeypatch.setattr(examples, "_NUM_CLASSIFIED", 12)
     files = RunFolder(tmp_path)
     drawn = examples.write(run, evaluate, state, evaluate(state), "a title", files)
@@ -282,7 +282,7 @@ def test_examples_show_segmented_images_without_their_padding(evaluated, monkeyp
     def segmentations(images, masks, predictions, *rest):
         recorded.update(images=images, masks=masks, predictions=predictions)
 
-    monkeypatch.setattr(examples.plots, "segmentations", segmentations)
+    monkeypatch.setattr(plots, "segmentations", segmentations)
     files = RunFolder(tmp_path)
     drawn = examples.write(run, evaluate, state, evaluate(state), "a title", files)
     assert [*drawn] == ["confusion matrix", "examples", "images"]

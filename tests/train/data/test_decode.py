@@ -51,9 +51,9 @@ def save(tmp_path):
     return save_image
 
 
-def error_of(path, function=decode, *arguments):
+def error_of(path, function=decode, *arguments, **options):
     with pytest.raises(UnreadableError) as caught:
-        function(path, *arguments)
+        function(path, *arguments, **options)
     return str(caught.value)
 
 
@@ -237,7 +237,7 @@ def test_refuses_truncated_files(tmp_path, save, name):
     content = (tmp_path / name).read_bytes()
     for end in range(1, len(content) * 4 // 5, 7):
         (tmp_path / name).write_bytes(content[:end])
-        assert error_of(path)
+        assert error_of(path) == error_of(path, decode, check=True)
 
 
 def test_noise_in_a_file_raises_only_unreadable_errors(tmp_path, save):
@@ -254,8 +254,10 @@ def test_noise_in_a_file_raises_only_unreadable_errors(tmp_path, save):
                 warnings.simplefilter("ignore")
                 try:
                     decoded.append(decode(path).ndim)
+                    decode(path, check=True)
                 except UnreadableError as error:
                     errors.append(str(error))
+                    assert error_of(path, decode, check=True) == errors[-1]
     assert {*decoded} == {3}
     assert all(errors)
     assert len(errors) > 50
@@ -289,9 +291,9 @@ def test_refuses_to_resize_thin_images_to_huge_ones(save):
     assert decode(thin).shape == (60_000, 1, 3)
     words = f"1 x 60000 pixels become {most + 1} x 60000, more than data.max_pixels {MAX_PIXELS:,}"
     assert error_of(thin, decode, lambda w, h: View((0, 0, w, h), (most + 1, h))) == words
-    assert error_of(thin, decode, resize_shorter_side(256)).startswith(
-        "1 x 60000 pixels become 256 x 1536"
-    )
+    words = "1 x 60000 pixels become 256 x 1536"
+    view = resize_shorter_side(256)
+    assert error_of(thin, decode, view, check=True).startswith(words)
 
 
 def test_masks_hold_gray_values_palette_indices_or_colors(save):

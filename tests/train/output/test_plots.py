@@ -125,7 +125,7 @@ def test_curves_have_a_panel_for_each_metric_with_train_and_test_by_step(drawn, 
         {"step": 10, "train/loss": 2.0, "train/learning_rate": 0.1, "train/grad_norm": 1.0},
         {"step": 20, "train/loss": 1.0, "train/learning_rate": 0.1, "test/loss": 0.5},
     ]
-    curves.save(lines, "$a$ title", tmp_path / "a.png")
+    plots.curves(lines, "$a$ title", tmp_path / "a.png")
     loss, rate = drawn[0].axes
     assert (loss.get_title("left"), rate.get_title("left")) == ("loss", "learning rate")
     points = {line.get_label(): line.get_xydata().tolist() for line in loss.lines}
@@ -135,7 +135,7 @@ def test_curves_have_a_panel_for_each_metric_with_train_and_test_by_step(drawn, 
 
 
 def test_a_run_without_lines_has_an_empty_picture(tmp_path):
-    curves.save([], "nothing", tmp_path / "a.png")
+    plots.curves([], "nothing", tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -145,7 +145,7 @@ def test_a_run_without_lines_has_an_empty_picture(tmp_path):
 )
 def test_losses_that_span_a_factor_of_ten_get_a_log_axis(values, scale, drawn, tmp_path):
     lines = [{"step": i, "train/loss": value} for i, value in enumerate(values)]
-    curves.save(lines, "", tmp_path / "a.png")
+    plots.curves(lines, "", tmp_path / "a.png")
     assert drawn[0].axes[0].get_yscale() == scale
 
 
@@ -166,7 +166,7 @@ def test_extreme_values_lie_inside_their_panel(name, values, tmp_path):
     lines = [{"step": i, name: value} for i, value in enumerate(values)]
     (metric,) = curves.metrics_of([read_curves(lines)])
     ax = Figure().subplots()
-    curves.draw(ax, metric, curves.XAxis("step", 0, len(lines) - 1))
+    plots.draw(ax, metric, curves.XAxis("step", 0, len(lines) - 1))
     ax.figure.savefig(tmp_path / "a.svg")
     low, high = ax.get_ylim()
     points = ax.lines[0].get_xydata()

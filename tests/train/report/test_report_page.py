@@ -16,7 +16,8 @@ from report_cases import EVIL, LINES, MEMORY, NOW, PNG, Page, line, page_of, wri
 from train import report as report_package
 from train.config import Config, ImageFolder
 from train.errors import UserError
-from train.output.curves import COLORS, MOST_POINTS
+from train.output.curves import MOST_POINTS
+from train.output.plots import COLORS
 from train.report import render
 from train.report.runs import read_runs
 from train.run.run_folder import RunFolder
