@@ -91,24 +91,6 @@ def _adapter(kinds: tuple[type[Section], ...]) -> TypeAdapter[Config]:
     return TypeAdapter(Config)
 
 
-# Names that the config.json of older runs has, and the current names.
-_RENAMED_SECTIONS = {"guard": "nonfinite"}
-_RENAMED_FIELDS = {
-    "data": {
-        "held_out": "test_split",
-        "test_share": "test_fraction",
-        "jitter": "color_jitter",
-        "keep": "cache",
-    },
-    "model": {"body": "backbone"},
-    "nonfinite": {"max_bad_steps": "max_skipped"},
-}
-_RENAMED_VALUES = {
-    ("data", "crop"): {"centre": "center"},
-    ("memory", "policy"): {"keep": "none", "named": "norms", "products": "dots"},
-}
-
-
 def to_json(config: Config, run: str | None = None) -> str:
     """Write a config as JSON, which `from_json` reads back as an equal config.
 
@@ -125,14 +107,14 @@ def to_json(config: Config, run: str | None = None) -> str:
 
 
 def from_json(text: str | bytes, where: str) -> Config:
-    """Read and check a config. Missing fields take their defaults; former names still load.
+    """Read and check a config. Missing fields take their defaults.
 
     Raises:
       UserError: for an unknown field, a wrong type or a value out of range. The error names the
         source ``where``, the first such field, its value, the allowed values and, if it differs,
         the version of fnet that wrote the config.
     """
-    text, version = _update_names(text)
+    text, version = _split_version(text)
     try:
         return _adapter(tuple(all_variants())).validate_json(text)
     except ValidationError as error:
@@ -143,8 +125,8 @@ def from_json(text: str | bytes, where: str) -> Config:
         ) from None
 
 
-def _update_names(text: str | bytes) -> tuple[str | bytes, str | None]:
-    """Return a config's JSON with current names, and the version of fnet that wrote it."""
+def _split_version(text: str | bytes) -> tuple[str | bytes, str | None]:
+    """Return the JSON of a config alone, and the version of fnet that wrote it."""
     try:
         plain = json.loads(text)
     except (ValueError, RecursionError):
@@ -152,19 +134,7 @@ def _update_names(text: str | bytes) -> tuple[str | bytes, str | None]:
     if not isinstance(plain, dict):
         return text, None
     version, _ = plain.pop("fnet_version", None), plain.pop("run", None)
-    plain = _rename_keys(plain, _RENAMED_SECTIONS)
-    for name, section in plain.items():
-        if isinstance(section, dict):
-            plain[name] = _rename_keys(section, _RENAMED_FIELDS.get(name, {}))
-    for (name, key), values in _RENAMED_VALUES.items():
-        section = plain.get(name)
-        if isinstance(section, dict) and isinstance(section.get(key), str):
-            section[key] = values.get(section[key], section[key])
     return json.dumps(plain, ensure_ascii=False), version
-
-
-def _rename_keys(plain: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    return {key if names.get(key) in plain else names.get(key, key): v for key, v in plain.items()}
 
 
 def check(config: Config, where: str) -> Config:

@@ -1,11 +1,11 @@
-"""Configs as JSON, also those with former names."""
+"""Configs as JSON."""
 
 import json
 
 import pytest
 
 import fnet
-from train.config import Config, flatten, from_json, to_json, variants
+from train.config import Config, from_json, to_json, variants
 from train.errors import UserError
 
 VARIANTS_OF_SECTIONS = [
@@ -13,36 +13,6 @@ VARIANTS_OF_SECTIONS = [
     for section in ("data", "model", "grad")
     for kind in variants(section).values()
 ]
-
-FORMER = [
-    ({"data": {"source": "digits", "test_share": 0.5}}, {"data.test_fraction": 0.5}),
-    (
-        {"data": {"source": "image_folder", "held_out": "dev", "crop": "centre", "jitter": 0.4}},
-        {"data.test_split": "dev", "data.crop": "center", "data.color_jitter": 0.4},
-    ),
-    ({"data": {"source": "image_folder", "keep": True}}, {"data.cache": True}),
-    ({"model": {"name": "deeplab", "body": "resnet18"}}, {"model.backbone": "resnet18"}),
-    (
-        {"guard": {"skip": False, "max_bad_steps": 3}},
-        {"nonfinite.skip": False, "nonfinite.max_skipped": 3},
-    ),
-    ({"memory": {"policy": "keep"}}, {"memory.policy": "none"}),
-    ({"memory": {"policy": "named"}}, {"memory.policy": "norms"}),
-    ({"memory": {"policy": "products"}}, {"memory.policy": "dots"}),
-]
-"""Configs with the former names in the CHANGELOG, and what they are now."""
-
-
-def test_a_config_with_former_names_loads():
-    for former, expected in FORMER:
-        values = flatten(from_json(json.dumps(former), "config.json"))
-        assert {name: values[name] for name in expected} == expected
-
-
-def test_a_field_under_both_names_is_a_mistake():
-    text = json.dumps({"data": {"source": "digits", "test_share": 0.1, "test_fraction": 0.2}})
-    with pytest.raises(UserError, match=r"unknown field data.test_share"):
-        from_json(text, "c.json")
 
 
 def test_json_reads_back_as_an_equal_config():
