@@ -251,3 +251,92 @@ ENTRY %main (x: f32[4096,256], i: s32[8,1], u: f32[8,256]) -> f32[4096,256] {
 def test_a_scatter_in_a_fusion_reads_and_writes_its_updates_alone():
     indices, updates = 8 * 4, 8 * 256 * 4
     assert roofline.estimate(SCATTER, PEAKS).bytes == indices + 2 * updates
+
+
+UNFUSED = """HloModule step, is_scheduled=true
+
+ENTRY %main (x: f32[64,8], i: s32[3,1], u: f32[3,8], z: s32[]) -> f32[] {
+  %x = f32[64,8]{1,0} parameter(0)
+  %i = s32[3,1]{1,0} parameter(1)
+  %u = f32[3,8]{1,0} parameter(2)
+  %z = s32[] parameter(3)
+  ROOT %y = @
+}
+"""
+X, U, ROW_INDICES = 64 * 8 * 4, 3 * 8 * 4, 3 * 4
+INSTRUCTIONS = {
+    "f32[5,8]{1,0} slice(%x), slice={[0:5], [0:8]}": (2 * 5 * 8 * 4, 0),
+    "f32[64,8]{1,0} dynamic-update-slice(%x, %u, %z, %z)": (2 * U, 0),
+    "f32[64,8]{1,0} scatter(%x, %i, %u), update_window_dims={1}": (3 * U + ROW_INDICES, 512),
+    "f32[64,8]{1,0} sort(%x), dimensions={0}": (2 * X, 512 * 9),
+    "f32[3,8]{1,0} multiply(%u, %u)": (3 * U, 24),
+    "f32[3,8]{1,0} tanh(%u)": (2 * U, 8 * 24),
+    "f32[8]{0} reduce(%x, %z), dimensions={0}": (X + 4 + 8 * 4, 512),
+    "f32[8]{0} reduce-window(%x, %z), window={size=64x2 pad=0_0x0_1}": (X + 4 + 8 * 4, 1024),
+}
+
+
+def test_traffic_and_operations_of_instructions_outside_of_fusions():
+    for text, (bytes_, operations) in INSTRUCTIONS.items():
+        program = UNFUSED.replace("@", text)
+        slow_memory, slow_lanes = PEAKS._replace(bandwidth=1.0), PEAKS._replace(vector=1.0)
+        assert roofline.estimate(program, slow_memory).seconds == bytes_, text
+        e = roofline.estimate(program, slow_lanes)
+        assert (e.bytes, e.total_flops) == (bytes_, 0)
+        if operations:
+            assert e.seconds == pytest.approx(operations), text
+
+
+HOST_COPIES = """HloModule step, is_scheduled=true
+
+ENTRY %main (a: f32[1024], h: f32[2048]) -> f32[2048] {
+  %a = f32[1024]{0} parameter(0)
+  %h = f32[2048]{0:S(5)} parameter(1)
+  %to = (f32[1024]{0:S(5)}, f32[1024]{0}, u32[]) copy-start(%a)
+  %from = (f32[2048]{0}, f32[2048]{0:S(5)}, u32[]) copy-start(%h)
+  %sent = f32[1024]{0:S(5)} copy-done(%to)
+  ROOT %got = f32[2048]{0} copy-done(%from)
+}
+"""
+
+
+def test_copies_to_and_from_the_host_overlap_and_those_of_one_direction_do_not():
+    def seconds(program):
+        return roofline.estimate(program, PEAKS._replace(host=4.0)).seconds
+
+    copied = 1024, 2048  # arrays of four bytes, at four bytes a second
+    assert seconds(HOST_COPIES) == pytest.approx(max(copied), rel=1e-3)
+    both = HOST_COPIES.replace("%a = f32[1024]{0}", "%a = f32[1024]{0:S(5)}")
+    both = both.replace("%to = (f32[1024]{0:S(5)}", "%to = (f32[1024]{0}")
+    assert seconds(both) == pytest.approx(sum(copied), rel=1e-3)
+    waits = HOST_COPIES.split("  %to")[0] + "  ROOT %got = f32[2048]{0} copy(%h)\n}\n"
+    assert seconds(waits) == pytest.approx(copied[1], rel=1e-3)
+
+
+def test_iterations_of_a_loop_are_known_or_the_constant_that_it_is_compared_with():
+    program = """HloModule step, is_scheduled=true
+
+%body (p: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
+  %p = (s32[], f32[8,8]{1,0}) parameter(0)
+  %n = s32[] get-tuple-element(%p), index=0
+  %m = f32[8,8]{1,0} get-tuple-element(%p), index=1
+  %d = f32[8,8]{1,0} dot(%m, %m), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %t = (s32[], f32[8,8]{1,0}) tuple(%n, %d)
+}
+
+%condition (q: (s32[], f32[8,8])) -> pred[] {
+  %q = (s32[], f32[8,8]{1,0}) parameter(0)
+  %k = s32[] get-tuple-element(%q), index=0
+  %limit = s32[] constant(7)
+  ROOT %less = pred[] compare(%k, %limit), direction=LT
+}
+
+ENTRY %main (a: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
+  %a = (s32[], f32[8,8]{1,0}) parameter(0)
+  ROOT %w = (s32[], f32[8,8]{1,0}) while(%a), condition=%condition, body=%body
+}
+"""
+    assert roofline.estimate(program, PEAKS).total_flops == 7 * 2 * 8**3
+    known = ", backend_config={\"known_trip_count\":{\"n\":\"5\"}}\n}"
+    known = program.replace("body=%body\n}", f"body=%body{known}")
+    assert roofline.estimate(known, PEAKS).total_flops == 5 * 2 * 8**3
