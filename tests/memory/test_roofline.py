@@ -337,6 +337,6 @@ ENTRY %main (a: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
 }
 """
     assert roofline.estimate(program, PEAKS).total_flops == 7 * 2 * 8**3
-    known = ", backend_config={\"known_trip_count\":{\"n\":\"5\"}}\n}"
+    known = ', backend_config={"known_trip_count":{"n":"5"}}\n}'
     known = program.replace("body=%body\n}", f"body=%body{known}")
     assert roofline.estimate(known, PEAKS).total_flops == 5 * 2 * 8**3

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from program_cases import exit_code, fnet_command, output_of
 
-from train.config import ArrayFile
 from train.errors import TrainingError, UserError
 from train.run import distributed, loop
 

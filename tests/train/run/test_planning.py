@@ -7,6 +7,8 @@ import pytest
 
 from fnet import memory
 from fnet.memory.roofline import Estimate
+from train.commands.memory import _largest_batch
+from train.output.memory_tables import plan_table
 from train.run import planning
 from train.run.planning import Planned, devices_table, largest_batch
 
@@ -66,3 +68,26 @@ def test_the_largest_batch_is_that_of_the_policy_that_takes_less(
     needs = memory.format_bytes(bytes_of[chosen](fit[-1]))
     assert f"searching the largest batch size: {fit[-1]} needs {needs}" in lines
     assert largest_batch(run(24), 1000) is None
+    found.run.devices, found.run.config.memory = 3, SimpleNamespace(budget=None)
+    words = f"{fit[-1]}, {fit[-1] // 3} for each of 3 devices; train with --data.batch-size"
+    assert words in _largest_batch(found)
+
+
+def test_a_table_of_a_plan_says_what_is_chosen_and_what_is_too_large():
+    def candidate(total, time, flops=2e9):
+        cost = SimpleNamespace(time=time, flops=flops, bytes=3e9)
+        policy = SimpleNamespace(chunks=4)
+        peak = SimpleNamespace(total=total)
+        fields = {"cost": cost, "policy": policy, "peak": peak, "microbatches": 2}
+        return SimpleNamespace(compiler_options={}, **fields)
+
+    candidates = [candidate(900, 2.0), candidate(901, 1.0), candidate(800, 3.0)]
+    plan = SimpleNamespace(candidates=candidates, chosen=candidates[0], budget=1000)
+    table = plan_table(plan, reserve=100)
+    assert [row[1:] for row in table.rows] == [
+        ("default", "2", "4", "900 bytes", "2.0", "3.0", "2.00", "chosen"),
+        ("default", "2", "4", "901 bytes", "2.0", "3.0", "1.00", "too large"),
+        ("default", "2", "4", "800 bytes", "2.0", "3.0", "3.00", ""),
+    ]
+    plan.chosen, plan.budget = candidates[2], None
+    assert [row[-1] for row in plan_table(plan, 100).rows] == ["", "", "chosen"]
