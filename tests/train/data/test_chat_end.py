@@ -1,5 +1,6 @@
 """The token with which a chat template ends an answer."""
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,16 +18,11 @@ class Tokenizer:
     folder = "a folder"
 
     def encode_pieces(self, texts):
-        return map(self.pieces, texts)
-
-    def pieces(self, text):
-        found, at = [], 0
-        while at < len(text):
-            piece = next((s for s in SPECIAL if text.startswith(s, at)), text[at])
-            found.append((SPECIAL.get(piece, ord(piece[0])), at, at + len(piece)))
-            at += len(piece)
-        ids, start, end = np.array(found or np.zeros((0, 3), int)).T
-        return SimpleNamespace(ids=ids, start=start, end=end)
+        for text in texts:
+            found = [*re.finditer(r"<\w+>|[^<]", text)]
+            ids = np.array([SPECIAL.get(piece[0]) or ord(piece[0]) for piece in found], int)
+            start, end = ([getattr(piece, name)() for piece in found] for name in ("start", "end"))
+            yield SimpleNamespace(ids=ids, start=start, end=end)
 
     def decode(self, tokens):
         return "".join(chr(token) for token in tokens if token not in SPECIAL.values())
@@ -36,8 +32,8 @@ def template(after):
     def render(messages):
         if len(messages) > 2 and after is None:
             raise UserError("one question")
-        marks = {"user": "<user>", "assistant": "<answer>"}, {"user": "", "assistant": after or ""}
-        return "".join(marks[0][m["role"]] + m["content"] + marks[1][m["role"]] for m in messages)
+        around = {"user": "<user>{}", "assistant": "<answer>{}" + (after or "")}
+        return "".join(around[m["role"]].format(m["content"]) for m in messages)
 
     return SimpleNamespace(render=render)
 

@@ -279,19 +279,6 @@ def test_a_process_that_waits_ends_with_the_one_that_failed(store, capsys):
 
 
 @pytest.mark.slow
-def test_gives_up_when_no_coordinator_answers():
-    port = free_port()
-    words = "--coordinator", f"localhost:{port}", "--processes", "2", "--process", "1"
-    command = [sys.executable, "-m", "train", "train", "tiny.py", *words, "--connect-timeout", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 2
-    waiting, ended = done.stderr.splitlines()
-    address = rf"localhost:{port}"
-    assert f"waiting for all 2 processes at {address} (process 0 does not answer: " in waiting
-    assert f"did not meet at {address} within 2 s (process 0 does not answer: " in ended
-
-
-@pytest.mark.slow
 def test_a_killed_process_ends_the_others_with_one_line(workplace):
     words = "tiny.py", "--mesh.data", 2, "--train.steps", 100_000, "--out", "both"
 
@@ -352,15 +339,6 @@ def test_a_lost_connection_is_recognized_in_errors_of_jax_and_orbax(kind):
 def test_distributed_without_a_cluster_explains_the_flags(capsys):
     assert exit_code("train", "tiny.py", "--distributed") == 2
     assert "give --coordinator HOST:PORT" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_refuses_processes_without_coordinator():
-    command = [sys.executable, "-m", "train", "train", "tiny.py", "--processes", "2"]
-    done = subprocess.run([*command, "--process", "0"], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 2
-    assert "give --coordinator HOST:PORT, --processes and --process" in done.stderr
-    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow
