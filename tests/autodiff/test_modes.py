@@ -86,7 +86,8 @@ def test_gradients_have_the_dtype_of_the_parameters():
 
     rule, x = optax.sgd(0.25, momentum=0.5), {"x": jnp.ones((B, 2))}
     state = fnet.TrainState.create(model, rule, jax.random.key(0))
-    step = fnet.compile_step(fnet.make_step(loss, rule, autodiff.per_example()), state, x)
+    step = fnet.make_step(loss, rule, autodiff.per_example())
+    step = fnet.compile_step(step, state, x, compiler_options={})
     state, _ = step(state, x)  # Params of another dtype would not fit the compiled step.
     state, _ = step(state, x)
     chex.assert_trees_all_equal(state.params, jnp.full(2, 1 - 0.25 - 0.375, jnp.bfloat16))
