@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import types
 
 import jax
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 from train.config import Clipped, Config, LanguageModel, TextFile
 from train.data import num_examples
 from train.data.buckets import bucket_lengths, bucketed_batches
-from train.data.text_file import _count_bytes, _cut_rows
+from train.data.text_file import _cut_rows
 from train.data.tokenizer import load_tokenizer
 from train.errors import UserError
 from train.tasks import build
@@ -266,24 +265,3 @@ def test_rows_shift_by_less_than_a_row_and_stay_in_their_text():
     rows = _cut_rows([range(95)], 10, partial=False)
     assert rows.start.tolist() == [10 * i for i in range(9)]
     assert rows.slack.tolist() == [9] * 8 + [4]
-
-
-def test_bytes_of_tokens_are_those_of_their_text_but_for_the_first_token(tmp_path):
-    """Rows are predicted from their first token on, of which the bytes do not count."""
-    (tmp_path / "t.txt").write_text("aé|bcd")
-    words = ["aé", "bcd", "é", "a"]
-    tokenizer = types.SimpleNamespace(
-        folder="x", decode=lambda tokens: "".join(words[t] for t in tokens)
-    )
-    data = TextFile(path=str(tmp_path / "t.txt"), separator="|")
-    documents = [range(2), range(2, 3)]
-
-    def count(tokens, *parts):
-        return _count_bytes(data, tokenizer, np.array(tokens), documents, parts)
-
-    assert count([3, 2, 1], range(2), range(2, 3)) == len("é".encode()) + 0
-    assert count([0, 2, 1], range(2)) is None  # "aéé" is not in the text
-    assert count([3, 1, 1], range(2)) is None  # "abcd" is in no document
-    by_bytes = types.SimpleNamespace(folder=None)
-    parts = [range(4), range(4, 4), range(4, 9)]
-    assert _count_bytes(data, by_bytes, np.zeros(9), documents, parts) == 3 + 4
