@@ -53,6 +53,17 @@ def test_microbatches_do_not_change_clipped_gradients():
     chex.assert_trees_all_close(parts, whole, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "mode", [autodiff.microbatches(3), autodiff.clipped(1e6), autodiff.clipped(1e6, microbatches=3)]
+)
+def test_each_example_of_each_microbatch_draws_its_own_numbers(mode):
+    def loss(params, state, batch, key):
+        return batch["x"] @ params * jax.random.normal(key, (len(batch["x"]),)), fnet.Aux(state, {})
+
+    grads, *_ = jax.jit(mode(loss))(jnp.ones(B), {}, {"x": jnp.eye(B)}, jax.random.key(3))
+    assert len(np.unique(np.abs(grads).round(5))) == B
+
+
 def test_errors_name_nested_arrays():
     batch = {"inputs": {"ids": jnp.ones(B), "mask": jnp.ones(4)}}
     with pytest.raises(ValueError, match=r"'inputs.ids': \(6,\), 'inputs.mask': \(4,\)"):

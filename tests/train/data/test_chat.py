@@ -342,8 +342,9 @@ def test_reads_generation_settings(folder, settings, expected):
 
 
 def test_without_generation_settings_the_model_names_the_end_tokens(folder):
-    path = folder(config__json={"eos_token_id": [5, 1]})
-    assert load_generation_settings(path) == GenerationSettings(end_tokens=(5, 1))
+    for given, tokens in ([5, 0], (5, 0)), (0, (0,)), (None, ()):
+        path = folder(config__json={"eos_token_id": given})
+        assert load_generation_settings(path) == GenerationSettings(end_tokens=tokens)
 
 
 @pytest.mark.parametrize(
@@ -356,6 +357,7 @@ def test_without_generation_settings_the_model_names_the_end_tokens(folder):
         ({"top_k": 1.5}, "top_k must be an integer >= 0, got 1.5"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be a token or a list of tokens"),
         ({"eos_token_id": [True]}, "eos_token_id must be a token or a list of tokens"),
+        ({"eos_token_id": -1}, "eos_token_id must be a token or a list of tokens"),
         ({"temperature": [[1] * 99] * 99}, r"temperature must be a number >= 0, got .{,200}$"),
     ],
 )
