@@ -1,5 +1,7 @@
 """Time of a compiled program at the highest rates of a device, from its instructions."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from fnet.memory import roofline
 from fnet.memory.target import TARGETS, Gpu, Peaks, Tpu
 
+PROGRAMS = Path(__file__).parent
 PEAKS = Peaks({"float32": 1e12, "bfloat16": 2e12}, 1e12, 1e11, 1e10, 1e9, 0.0)
 
 
@@ -106,19 +109,7 @@ def test_counts_the_bytes_that_devices_exchange():
     assert roofline.estimate(gathered, PEAKS).link_bytes == 3 / 4 * 64 * 128 * 4
 
 
-GPU_PROGRAM = """HloModule step, is_scheduled=true, entry_computation_layout={()->f32[]}
-
-ENTRY %main (a: bf16[512,256], b: bf16[256,128], x: f32[8,16,16,4], dy: f32[8,16,16,32]) -> f32[] {
-  %a = bf16[512,256]{1,0} parameter(0)
-  %b = bf16[256,128]{1,0} parameter(1)
-  %x = f32[8,16,16,4]{3,2,1,0} parameter(2)
-  %dy = f32[8,16,16,32]{3,2,1,0} parameter(3)
-  %start = ((bf16[512,256]{1,0}), bf16[4096,256]{1,0}) all-gather-start(%a), replica_groups=[1,8]<=[8], dimensions={0}
-  %gemm = (bf16[512,128]{1,0}, s8[1024]{0}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
-  %dw = (f32[32,3,3,4]{3,2,1,0}, u8[0]{0}) custom-call(%x, %dy), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardFilter"
-  ROOT %done = bf16[4096,256]{1,0} all-gather-done(%start)
-}
-"""
+GPU_PROGRAM = (PROGRAMS / "gpu_program.hlo").read_text()
 
 
 def test_reads_library_calls_and_overlapping_messages_of_a_gpu_program():
@@ -172,27 +163,7 @@ ENTRY %main (a: f32[512,256]) -> f32[4096,256] {
     assert e.seconds == pytest.approx(e.link_bytes / PEAKS.link)
 
 
-TPU_PROGRAM = """HloModule step, is_scheduled=true, num_partitions=4
-
-%start_body (p: bf16[32,128]) -> (bf16[32,128], bf16[128,128]) {
-  %p = bf16[32,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
-  %all-gather.1 = bf16[128,128]{1,0:T(8,128)(2,1)S(1)} all-gather(%p), replica_groups=mesh['a'=4,'b'=1] {'a'}, dimensions={0}
-  ROOT %call.1 = (bf16[32,128]{1,0:T(8,128)(2,1)S(1)}, bf16[128,128]{1,0:T(8,128)(2,1)S(1)}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
-}
-
-%done_body (q: bf16[32,128]) -> bf16[128,128] {
-  %q = bf16[32,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
-  %all-gather.2 = bf16[128,128]{1,0:T(8,128)(2,1)S(1)} all-gather(%q), replica_groups=mesh['a'=4,'b'=1] {'a'}, dimensions={0}
-  ROOT %call.2 = bf16[128,128]{1,0:T(8,128)(2,1)S(1)} custom-call(%all-gather.2), custom_call_target="AsyncCollectiveDone"
-}
-
-ENTRY %main (x: bf16[32,128]) -> bf16[128,128] {
-  %x = bf16[32,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
-  %async-collective-start = (bf16[32,128]{1,0:T(8,128)(2,1)S(1)}, bf16[128,128]{1,0:T(8,128)(2,1)S(1)}) fusion(%x), kind=kCustom, calls=%start_body
-  %part = bf16[32,128]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%async-collective-start), index=0
-  ROOT %async-collective-done = bf16[128,128]{1,0:T(8,128)(2,1)S(1)} fusion(%part), kind=kCustom, calls=%done_body
-}
-"""
+TPU_PROGRAM = (PROGRAMS / "tpu_program.hlo").read_text()
 
 
 def test_counts_the_messages_inside_fusions_of_a_tpu_program_once():
@@ -230,22 +201,7 @@ def test_rejects_a_program_without_a_schedule():
         roofline.estimate("HloModule f", PEAKS)
 
 
-SCATTER = """HloModule step, is_scheduled=true
-
-%fused (table: f32[4096,256], rows: s32[8,1], updates: f32[8,256]) -> f32[4096,256] {
-  %table = f32[4096,256]{1,0} parameter(0)
-  %rows = s32[8,1]{1,0} parameter(1)
-  %updates = f32[8,256]{1,0} parameter(2)
-  ROOT %scatter = f32[4096,256]{1,0} scatter(%table, %rows, %updates), update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1
-}
-
-ENTRY %main (x: f32[4096,256], i: s32[8,1], u: f32[8,256]) -> f32[4096,256] {
-  %x = f32[4096,256]{1,0} parameter(0)
-  %i = s32[8,1]{1,0} parameter(1)
-  %u = f32[8,256]{1,0} parameter(2)
-  ROOT %fusion = f32[4096,256]{1,0} fusion(%x, %i, %u), kind=kInput, calls=%fused
-}
-"""
+SCATTER = (PROGRAMS / "scatter.hlo").read_text()
 
 
 def test_a_scatter_in_a_fusion_reads_and_writes_its_updates_alone():
@@ -317,28 +273,7 @@ def test_copies_to_and_from_the_host_overlap_and_those_of_one_direction_do_not()
 
 
 def test_iterations_of_a_loop_are_known_or_the_constant_that_it_is_compared_with():
-    program = """HloModule step, is_scheduled=true
-
-%body (p: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
-  %p = (s32[], f32[8,8]{1,0}) parameter(0)
-  %n = s32[] get-tuple-element(%p), index=0
-  %m = f32[8,8]{1,0} get-tuple-element(%p), index=1
-  %d = f32[8,8]{1,0} dot(%m, %m), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  ROOT %t = (s32[], f32[8,8]{1,0}) tuple(%n, %d)
-}
-
-%condition (q: (s32[], f32[8,8])) -> pred[] {
-  %q = (s32[], f32[8,8]{1,0}) parameter(0)
-  %k = s32[] get-tuple-element(%q), index=0
-  %limit = s32[] constant(7)
-  ROOT %less = pred[] compare(%k, %limit), direction=LT
-}
-
-ENTRY %main (a: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
-  %a = (s32[], f32[8,8]{1,0}) parameter(0)
-  ROOT %w = (s32[], f32[8,8]{1,0}) while(%a), condition=%condition, body=%body
-}
-"""
+    program = (PROGRAMS / "while.hlo").read_text()
     assert roofline.estimate(program, PEAKS).total_flops == 7 * 2 * 8**3
     known = ', backend_config={"known_trip_count":{"n":"5"}}\n}'
     known = program.replace("body=%body\n}", f"body=%body{known}")

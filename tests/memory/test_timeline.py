@@ -1,3 +1,4 @@
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -41,36 +42,7 @@ ENTRY %main (x: f32[25]) -> f32[25] {
     ]
 
 
-LOOP = """
-%cond (c: (s32[], f32[25], f32[250])) -> pred[] {
-  %c = (s32[], f32[25]{0}, f32[250]{0}) parameter(0)
-  %i = s32[] get-tuple-element(%c), index=0
-  ROOT %go = pred[] custom-call(%i)
-}
-
-%body (p: (s32[], f32[25], f32[250])) -> (s32[], f32[25], f32[250]) {
-  %p = (s32[], f32[25]{0}, f32[250]{0}) parameter(0)
-  %j = s32[] get-tuple-element(%p), index=0
-  %carry = f32[25]{0} get-tuple-element(%p), index=1
-  %same = f32[250]{0} get-tuple-element(%p), index=2
-  %t = f32[50]{0} custom-call(%carry, %same), metadata={op_name="jit(f)/blocks/while/body/mul"}
-  %k = s32[] custom-call(%j)
-  %next = f32[25]{0} custom-call(%t), metadata={op_name="jit(f)/blocks/while/body/add"}
-  ROOT %r = (s32[], f32[25]{0}, f32[250]{0}) tuple(%k, %next, %same)
-}
-
-ENTRY %main (x: f32[25]) -> f32[0] {
-  %x = f32[25]{0} parameter(0)
-  %zero = s32[] constant(0)
-  %start = s32[] copy(%zero)
-  %first = f32[25]{0} custom-call(%x)
-  %w = f32[250]{0} custom-call(%x)
-  %in = (s32[], f32[25]{0}, f32[250]{0}) tuple(%start, %first, %w)
-  %out = (s32[], f32[25]{0}, f32[250]{0}) while(%in), condition=%cond, body=%body
-  %last = f32[25]{0} get-tuple-element(%out), index=1
-  ROOT %y = f32[0]{0} custom-call(%last)
-}
-"""
+LOOP = Path(__file__).with_name("loop.hlo").read_text()
 
 
 def test_a_loop_body_appears_once_and_its_carry_is_dead_between_read_and_write():
