@@ -7,6 +7,8 @@ import pytest
 
 from fnet.memory.timeline import layer_of, timeline
 
+PROGRAMS = Path(__file__).parent
+
 
 def program(text, *, arguments, outputs=0, aliased=0):
     """A stand-in for a compiled program, with the given text."""
@@ -42,11 +44,8 @@ ENTRY %main (x: f32[25]) -> f32[25] {
     ]
 
 
-LOOP = Path(__file__).with_name("loop.hlo").read_text()
-
-
 def test_a_loop_body_appears_once_and_its_carry_is_dead_between_read_and_write():
-    found = timeline(program(LOOP, arguments=100))
+    found = timeline(program((PROGRAMS / "loop.hlo").read_text(), arguments=100))
     live = dict(zip(found.instructions, found.live_bytes, strict=True))
     held, counter, carry, whole, inside = 100, 4, 100, 1000, 200
     assert live["w"] == held + counter + carry + whole
@@ -62,28 +61,7 @@ def test_a_loop_body_appears_once_and_its_carry_is_dead_between_read_and_write()
 
 
 def test_a_slice_written_in_place_takes_no_memory():
-    text = """
-%fused (q: f32[100], u: f32[25], at: s32[]) -> f32[100] {
-  %q = f32[100]{0} parameter(0)
-  %u = f32[25]{0} parameter(1)
-  %at = s32[] parameter(2)
-  %flat = f32[4,25]{1,0} bitcast(%q)
-  %row = f32[1,25]{1,0} bitcast(%u)
-  %zero = s32[] constant(0)
-  %written = f32[4,25]{1,0} dynamic-update-slice(%flat, %row, %at, %zero)
-  ROOT %line = f32[100]{0} bitcast(%written)
-}
-
-ENTRY %main (x: f32[25], i: s32[]) -> f32[25] {
-  %x = f32[25]{0} parameter(0)
-  %i = s32[] parameter(1)
-  %a = f32[100]{0} custom-call(%x)
-  %b = f32[100]{0} fusion(%a, %x, %i), kind=kLoop, calls=%fused
-  %c = f32[100]{0} dynamic-update-slice(%b, %x, %i)
-  %d = f32[100]{0} custom-call(%c), output_to_operand_aliasing={{}: (0, {})}
-  ROOT %e = f32[25]{0} custom-call(%d)
-}
-"""
+    text = (PROGRAMS / "slice.hlo").read_text()
     found = timeline(program(text, arguments=104, outputs=100))
     assert found.live_bytes == [204, 204, 604, 604, 604, 604, 604]
 
@@ -146,29 +124,7 @@ ENTRY %main (x: f32[25]) -> {dtype}[50] {{
     ["branch_computations={%left, %right}", "true_computation=%left, false_computation=%right"],
 )
 def test_branches_are_not_alive_at_the_same_time(branches):
-    text = """
-%left (l: (f32[25])) -> f32[25] {
-  %l = (f32[25]{0}) parameter(0)
-  %m = f32[25]{0} get-tuple-element(%l), index=0
-  %n = f32[250]{0} custom-call(%m)
-  ROOT %o = f32[25]{0} custom-call(%n)
-}
-
-%right (p: (f32[25])) -> f32[25] {
-  %p = (f32[25]{0}) parameter(0)
-  %q = f32[25]{0} get-tuple-element(%p), index=0
-  %r = f32[500]{0} custom-call(%q)
-  ROOT %s = f32[25]{0} custom-call(%r)
-}
-
-ENTRY %main (x: f32[25], i: s32[]) -> f32[25] {
-  %x = f32[25]{0} parameter(0)
-  %i = s32[] parameter(1)
-  %t = (f32[25]{0}) tuple(%x)
-  %u = f32[25]{0} conditional(%i, %t, %t), BRANCHES
-  ROOT %v = f32[25]{0} custom-call(%u)
-}
-"""
+    text = (PROGRAMS / "branches.hlo").read_text()
     text = text.replace("BRANCHES", branches)
     found = timeline(program(text, arguments=104, outputs=100))
     live = dict(zip(found.instructions, found.live_bytes, strict=True))
@@ -190,21 +146,7 @@ ENTRY %main (x: f32[25], i: s32[]) -> f32[25] {
 )
 def test_a_called_computation_is_part_of_the_timeline(start, done, read):
     # An asynchronous call holds its operand until it is done.
-    text = """
-%inner (p: f32[25]) -> f32[25] {
-  %p = f32[25]{0} parameter(0)
-  %q = f32[250]{0} custom-call(%p)
-  ROOT %r = f32[25]{0} custom-call(%q)
-}
-
-ENTRY %main (x: f32[25]) -> f32[0] {
-  %x = f32[25]{0} parameter(0)
-  %a = f32[25]{0} custom-call(%x)
-  %s = START
-  %d = DONE
-  ROOT %y = f32[0]{0} custom-call(%d)
-}
-"""
+    text = (PROGRAMS / "call.hlo").read_text()
     text = text.replace("START", start).replace("DONE", done)
     found = timeline(program(text, arguments=100))
     live = dict(zip(found.instructions, found.live_bytes, strict=True))
@@ -260,22 +202,7 @@ def test_parses_layer_and_phase_from_op_name():
 
 
 def test_a_copy_has_the_layer_of_its_operand():
-    text = """
-%fused (q: f32[25]) -> f32[25] {
-  %q = f32[25]{0} parameter(0)
-  ROOT %c = f32[25]{0} copy(%q)
-}
-
-ENTRY %main (w: f32[25]) -> f32[5] {
-  %w = f32[25]{0} parameter(0), metadata={op_name="w"}
-  %a = f32[25]{0} fusion(%w), kind=kLoop, calls=%fused
-  %b = f32[25]{0} custom-call(%a), metadata={op_name="jit(f)/jvp(stage0)/mul"}
-  %c2 = f32[25]{0} copy(%b)
-  %d = f32[30]{0} custom-call(%a)
-  %e = f32[5,6]{0,1} bitcast(%d), metadata={op_name="jit(f)/jvp(stage1)/mul"}
-  ROOT %z = f32[5]{0} custom-call(%e, %c2, %a)
-}
-"""
+    text = (PROGRAMS / "copy.hlo").read_text()
     found = timeline(program(text, arguments=100, outputs=20))
     names = {b.instruction: b.layer for b in found.at_peak}
     assert names == {"w": "w", "z": "", "a": "w", "c2": "stage0", "d": "stage1"}
