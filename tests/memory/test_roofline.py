@@ -121,14 +121,7 @@ def test_reads_library_calls_and_overlapping_messages_of_a_gpu_program():
     assert e.share["link"] < 1
 
 
-ATTENTION = """HloModule step, is_scheduled=true
-
-ENTRY %main (q: bf16[8,4096,16,64]) -> bf16[8,16,4096,64] {
-  %q = bf16[8,4096,16,64]{3,2,1,0} parameter(0)
-  %call = (bf16[8,16,4096,64]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={"operation_queue_id":"0","cudnn_fmha_backend_config":{"fmha_scale":0.125,"intermediate_tensor_shape":{"element_type":"BF16","dimensions":["8","16","4096","4096"],"layout":{}},"mask_type":"NO_MASK","sliding_window_length":0}}
-  ROOT %y = bf16[8,16,4096,64]{3,1,2,0} get-tuple-element(%call), index=0
-}
-"""
+ATTENTION = (PROGRAMS / "attention.hlo").read_text()
 
 
 def test_counts_the_scores_of_cudnn_attention():
@@ -145,19 +138,7 @@ def test_counts_the_scores_of_cudnn_attention():
 
 
 def test_counts_a_message_in_a_computation_of_its_own():
-    program = """HloModule step, is_scheduled=true
-
-%gather (p: f32[512,256]) -> f32[4096,256] {
-  %p = f32[512,256]{1,0} parameter(0)
-  ROOT %all-gather = f32[4096,256]{1,0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}
-}
-
-ENTRY %main (a: f32[512,256]) -> f32[4096,256] {
-  %a = f32[512,256]{1,0} parameter(0)
-  %start = ((f32[512,256]{1,0}), f32[4096,256]{1,0}, u32[]) async-start(%a), calls=%gather
-  ROOT %done = f32[4096,256]{1,0} async-done(%start)
-}
-"""
+    program = (PROGRAMS / "gather.hlo").read_text()
     e = roofline.estimate(program, PEAKS)
     assert e.link_bytes == 7 / 8 * 4096 * 256 * 4
     assert e.seconds == pytest.approx(e.link_bytes / PEAKS.link)
@@ -246,17 +227,7 @@ def test_traffic_and_operations_of_instructions_outside_of_fusions():
             assert e.seconds == pytest.approx(operations), text
 
 
-HOST_COPIES = """HloModule step, is_scheduled=true
-
-ENTRY %main (a: f32[1024], h: f32[2048]) -> f32[2048] {
-  %a = f32[1024]{0} parameter(0)
-  %h = f32[2048]{0:S(5)} parameter(1)
-  %to = (f32[1024]{0:S(5)}, f32[1024]{0}, u32[]) copy-start(%a)
-  %from = (f32[2048]{0}, f32[2048]{0:S(5)}, u32[]) copy-start(%h)
-  %sent = f32[1024]{0:S(5)} copy-done(%to)
-  ROOT %got = f32[2048]{0} copy-done(%from)
-}
-"""
+HOST_COPIES = (PROGRAMS / "host_copies.hlo").read_text()
 
 
 def test_copies_to_and_from_the_host_overlap_and_those_of_one_direction_do_not():

@@ -248,12 +248,6 @@ def test_a_gpu_offloads_where_a_cpu_cannot(folder):
     assert dataclasses.replace(planner, target=gpu).policies[-1] == "offload"
 
 
-def test_counts_of_parameters_are_short():
-    assert [fit._millions(n) for n in (999_999, 1_000_000, 6_815_744, 10**9, 1_235_814_400)] == [
-        *("999,999", "1 M", "6.816 M", "1,000 M", "1,236 M")
-    ]
-
-
 def test_nested_remat_holds_the_inputs_of_few_blocks():
     # Groups of six: the inputs of six groups, and of five more blocks in one of them.
     assert [fit.held_inputs(n) for n in (1, 2, 9, 32)] == [1, 2, 5, 11]

@@ -7,7 +7,6 @@ import pytest
 import fnet
 from train.config.registry import variants
 from train.networks import images
-from train.networks.model_images import position_size
 
 OTHER = {
     "activation": "silu", "activation_param": 0.2, "norm": "group", "depth": 50, "stem": "3x3",
@@ -116,22 +115,3 @@ def test_the_backbone_of_deeplab_keeps_an_eighth_of_the_resolution(options, aske
 def test_a_backbone_refuses_options_of_others(options, message):
     with pytest.raises(ValueError, match=message):
         images.DeepLab(**options).build((64, 64, 3), 3)
-
-
-@pytest.mark.parametrize(
-    ("config", "size"),
-    [
-        ({}, (224, 224)),
-        ({"image_size": 32}, (32, 32)),
-        ({"image_size": [3, 5], "vision_config": {"image_size": [7, 9]}}, (7, 9)),
-        ({"architecture": "vit"}, (224, 224)),
-        ({"architecture": "vit", "pretrained_cfg": {"input_size": [3, 6, 8]}}, (6, 8)),
-        (
-            {"architecture": "vit", "pretrained_cfg": {"input_size": [3, 6, 8]}}
-            | {"model_args": {"img_size": 4}},
-            (4, 4),
-        ),
-    ],
-)
-def test_learned_positions_have_the_size_that_the_config_says(config, size):
-    assert position_size(config) == size
