@@ -295,9 +295,7 @@ def test_a_killed_process_ends_the_others_with_one_line(workplace):
     assert "Traceback" not in output[0]
 
 
-class ThreadNow:
-    """A thread that has ended when it is started."""
-
+class ThreadNow:  # which ends before `start` does
     def __init__(self, target, daemon):
         self.start = target
 
