@@ -86,6 +86,7 @@ EQUIVALENT = {
     "fnet/cpu/convolutions.py::_is_mostly_padding: swap GtE 1": "either way, where a measured speed is equal",
     "fnet/memory/regions.py::_Finder._follow: swap Gt 1": "either way, if both make as many bytes",
     "train/data/storage.py::parquet_batches.batches: change number 3": "no row group has one byte",
+    "fnet/optim/compact.py::_uniform: change number 1": "another hash",
     "fnet/models/vit.py::_resize_matrix: swap Lt 1": "the weight at distance 2 is 0",
     "fnet/models/vit.py::_resize_matrix: swap LtE 1": "both weights at distance 1 are 0",
     "train/networks/published/network.py::with_head: change number 1": "a width does not depend on tokens",
