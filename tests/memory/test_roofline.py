@@ -190,16 +190,7 @@ def test_a_scatter_in_a_fusion_reads_and_writes_its_updates_alone():
     assert roofline.estimate(SCATTER, PEAKS).bytes == indices + 2 * updates
 
 
-UNFUSED = """HloModule step, is_scheduled=true
-
-ENTRY %main (x: f32[64,8], i: s32[3,1], u: f32[3,8], z: s32[]) -> f32[] {
-  %x = f32[64,8]{1,0} parameter(0)
-  %i = s32[3,1]{1,0} parameter(1)
-  %u = f32[3,8]{1,0} parameter(2)
-  %z = s32[] parameter(3)
-  ROOT %y = @
-}
-"""
+UNFUSED = (PROGRAMS / "unfused.hlo").read_text()
 X, U, ROW_INDICES = 64 * 8 * 4, 3 * 8 * 4, 3 * 4
 INSTRUCTIONS = {
     "f32[5,8]{1,0} slice(%x), slice={[0:5], [0:8]}": (2 * 5 * 8 * 4, 0),

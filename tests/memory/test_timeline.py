@@ -22,15 +22,7 @@ def program(text, *, arguments, outputs=0, aliased=0):
 
 
 def test_an_array_is_alive_from_its_maker_to_its_last_reader():
-    text = """
-ENTRY %main (x: f32[25]) -> f32[25] {
-  %x = f32[25]{0} parameter(0), metadata={op_name="x"}
-  %a = f32[50]{0} custom-call(%x), metadata={op_name="jit(f)/jvp(one)/mul"}
-  %b = f32[75]{0} custom-call(%a), metadata={op_name="jit(f)/jvp(two)/mul"}
-  %c = f32[25]{0} custom-call(%b), metadata={op_name="jit(f)/transpose(jvp(two))/mul"}
-  ROOT %d = f32[25]{0} custom-call(%a, %c)
-}
-"""
+    text = (PROGRAMS / "two_layers.hlo").read_text()
     found = timeline(program(text, arguments=100, outputs=100))
     assert found.instructions == ["x", "a", "b", "c", "d"]
     assert found.live_bytes == [200, 400, 700, 800, 500]

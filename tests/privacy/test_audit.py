@@ -130,7 +130,6 @@ def test_refuses_what_cannot_be_audited():
 
 
 def test_a_run_is_audited_by_how_far_its_included_canaries_fell():
-    """A step of a run lowers the loss of a canary that is included."""
     start = jnp.linspace(0.0, 100.0, 64)
     run = SimpleNamespace(
         layout=None,

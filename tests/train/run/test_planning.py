@@ -69,8 +69,7 @@ def test_the_largest_batch_is_that_of_the_policy_that_takes_less(
     assert f"searching the largest batch size: {fit[-1]} needs {needs}" in lines
     assert largest_batch(run(24), 1000) is None
     found.run.devices, found.run.config.memory = 3, SimpleNamespace(budget=None)
-    words = f"{fit[-1]}, {fit[-1] // 3} for each of 3 devices; train with --data.batch-size"
-    assert words in _largest_batch(found)
+    assert f"{fit[-1]}, {fit[-1] // 3} for each of 3 devices; train with" in _largest_batch(found)
 
 
 def test_a_table_of_a_plan_says_what_is_chosen_and_what_is_too_large():
