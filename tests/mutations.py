@@ -80,6 +80,17 @@ EQUIVALENT = {
     "train/run/checkpoints.py::Checkpoints.restore_network.read: change number 1": "shapes do not depend on the key",
     "train/data/order.py::ShuffledBatches.__init__: change number 12": "another irrational number spreads as well",
     "train/data/order.py::_ShuffledLanes.__init__: change number 4": "size of a cache",
+    "fnet/jaxpr/axes.py::_convolution: swap Gt 1": "one part is all of an axis",
+    "fnet/jaxpr/batch_axis.py::BatchAxes._indices: change number 3": "any negative size is -1 to NumPy",
+    "fnet/memory/search.py::Planner._paths_of: change number 3": "how many sizes a search tries",
+    "fnet/cpu/convolutions.py::_is_mostly_padding: swap GtE 1": "either way, where a measured speed is equal",
+    "fnet/memory/regions.py::_Finder._follow: swap Gt 1": "either way, if both make as many bytes",
+    "train/data/storage.py::parquet_batches.batches: change number 3": "no row group has one byte",
+    "fnet/optim/compact.py::_uniform: change number 1": "another hash",
+    "fnet/models/vit.py::_resize_matrix: swap Lt 1": "the weight at distance 2 is 0",
+    "fnet/models/vit.py::_resize_matrix: swap LtE 1": "both weights at distance 1 are 0",
+    "train/networks/published/network.py::with_head: change number 1": "a width does not depend on tokens",
+    "train/networks/published/network.py::with_head: change number 2": "a width does not depend on tokens",
 }
 """Address -> why no test can notice this mutant."""
 

@@ -1,68 +1,13 @@
 """The reader of compiled HLO, on a program that is written out."""
 
+from pathlib import Path
+
 import pytest
 
 from fnet import hlo
 from fnet.hlo import Array, Window
 
-TEXT = """\
-HloModule jit_f, is_scheduled=true, input_output_alias={ {0}: (1, {}, may-alias), {1, 2}: (3, {4}, must-alias) }, x
-
-%elementwise (a: f32[2,3], b: f32[2,3]) -> f32[2,3] {
-  %b = f32[2,3]{1,0} parameter(1)
-  %a = f32[2,3]{1,0} parameter(0)
-  %doubled = f32[2,3]{1,0} add(%a, %a)
-  %turned = f32[3,2]{1,0} transpose(%b), dimensions={1,0}
-  %back = f32[2,3]{1,0} reshape(%turned)
-  %copied = f32[2,3]{1,0} copy(%doubled)
-  ROOT %out = f32[2,3]{1,0} multiply(%copied, %back)
-}
-
-%updates (a: f32[2,3], b: f32[1,3], i: s32[]) -> (f32[2,3], f32[1,3]) {
-  %a = f32[2,3]{1,0} parameter(0)
-  %b = f32[1,3]{1,0} parameter(1)
-  %i = s32[] parameter(2)
-  %seen = f32[2,3]{1,0} bitcast(%a)
-  %new = f32[2,3]{1,0} dynamic-update-slice(%seen, %b, %i, %i)
-  %b2 = f32[1,3]{1,0} negate(%b)
-  ROOT %both = (f32[2,3]{1,0}, f32[1,3]{1,0}) tuple(%new, %b2)
-}
-
-%body (p: (s32[])) -> (s32[]) {
-  ROOT %p = (s32[]) parameter(0)
-}
-
-%twice (g: f32[2,3]) -> (f32[2,3], f32[2,3]) {
-  %g = f32[2,3]{1,0} parameter(0)
-  %h = f32[2,3]{1,0} negate(%g)
-  ROOT %pair = (f32[2,3]{1,0}, f32[2,3]{1,0}) tuple(%g, %h)
-}
-
-%turn (k: f32[2,3]) -> f32[3,2] {
-  %k = f32[2,3]{1,0} parameter(0)
-  ROOT %l = f32[3,2]{1,0} transpose(%k), dimensions={1,0}
-}
-
-ENTRY %main (x: f32[2,3], y: f32[1,3]) -> f32[2,3] {
-  %x = f32[2,3]{1,0} parameter(0)
-  %y = f32[1,3]{1,0} parameter(1)
-  %zero = s32[] constant(0)
-  %f1 = f32[2,3]{1,0} fusion(%x, %x), kind=kLoop, calls=%elementwise, metadata={op_name="jit(f)/a\\"b/mul"}
-  %f2 = (f32[2,3]{1,0}, f32[1,3]{1,0}) fusion(%f1, %y, %zero), kind=kLoop, calls=%updates
-  %part = f32[2,3]{1,0} get-tuple-element(%f2), index=0
-  %loop = (s32[]) while(%t), condition=%test, body=%body
-  %sum = f32[2,3]{1,0} add(%part, %x)
-  %kept = (f32[2,3]{1,0}, s32[]) custom-call(%x, %sum), output_to_operand_aliasing={{0}: (1, {}), {1}: (0, {2, 3})}
-  %f3 = (f32[2,3]{1,0}, f32[2,3]{1,0}) fusion(%sum), kind=kLoop, calls=%twice
-  %f4 = f32[3,2]{1,0} fusion(%sum), kind=kLoop, calls=%turn
-  ROOT %put = f32[2,3]{1,0} scatter(%sum, %zero, %y)
-}
-
-%test (q: (s32[])) -> pred[] {
-  %q = (s32[]) parameter(0)
-  ROOT %c = pred[] constant(true)
-}
-"""
+TEXT = Path(__file__).with_name("program.hlo").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -88,3 +88,22 @@ def test_products_with_gradients_of_a_loss(loss, other, positions, monkeypatch):
     chex.assert_trees_all_close(total, jnp.tensordot(scales, grads, 1), rtol=1e-4, atol=1e-3)
     expected = jnp.tensordot(grads, direction, 2)
     chex.assert_trees_all_close(products, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_products_of_a_convolution_match_its_jacobian(groups, monkeypatch):
+    monkeypatch.setattr(parameter_gradients, "_MATERIALIZED", 0)
+
+    def loss(p, x):
+        names = "NHWC", "HWIO", "NHWC"
+        y = jax.lax.conv_general_dilated(
+            x, p, (2, 1), "SAME", dimension_numbers=names, feature_group_count=groups
+        )
+        return jnp.sin(y).sum((1, 2, 3))
+
+    draw = np.random.default_rng(0).normal
+    kernel, direction = (jnp.asarray(draw(size=(3, 2, 4 // groups, 6))) for _ in "pd")
+    x = jnp.asarray(draw(size=(5, 7, 6, 4)))
+    grads = per_example_gradients("test", loss, kernel, examples("test", (x,)))
+    expected = jnp.tensordot(jax.jacobian(loss)(kernel, x), direction, 4)
+    chex.assert_trees_all_close(grads.inner_products(direction), expected, rtol=1e-4, atol=1e-4)

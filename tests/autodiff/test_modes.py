@@ -53,6 +53,17 @@ def test_microbatches_do_not_change_clipped_gradients():
     chex.assert_trees_all_close(parts, whole, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "mode", [autodiff.microbatches(3), autodiff.clipped(1e6), autodiff.clipped(1e6, microbatches=3)]
+)
+def test_each_example_of_each_microbatch_draws_its_own_numbers(mode):
+    def loss(params, state, batch, key):
+        return batch["x"] @ params * jax.random.normal(key, (len(batch["x"]),)), fnet.Aux(state, {})
+
+    grads, *_ = jax.jit(mode(loss))(jnp.ones(B), {}, {"x": jnp.eye(B)}, jax.random.key(3))
+    assert len(np.unique(np.abs(grads).round(5))) == B
+
+
 def test_errors_name_nested_arrays():
     batch = {"inputs": {"ids": jnp.ones(B), "mask": jnp.ones(4)}}
     with pytest.raises(ValueError, match=r"'inputs.ids': \(6,\), 'inputs.mask': \(4,\)"):
@@ -86,7 +97,8 @@ def test_gradients_have_the_dtype_of_the_parameters():
 
     rule, x = optax.sgd(0.25, momentum=0.5), {"x": jnp.ones((B, 2))}
     state = fnet.TrainState.create(model, rule, jax.random.key(0))
-    step = fnet.compile_step(fnet.make_step(loss, rule, autodiff.per_example()), state, x)
+    step = fnet.make_step(loss, rule, autodiff.per_example())
+    step = fnet.compile_step(step, state, x, compiler_options={})
     state, _ = step(state, x)  # Params of another dtype would not fit the compiled step.
     state, _ = step(state, x)
     chex.assert_trees_all_equal(state.params, jnp.full(2, 1 - 0.25 - 0.375, jnp.bfloat16))

@@ -15,10 +15,10 @@ from fnet.memory.regions import cut
 
 # images, channels in and out, padding, dilation: odd sizes, uneven padding, holes.
 SHAPES = {
+    "dilated": ((4, 8, 11), 3, 5, ((2, 2), (3, 3)), (2, 3)),
     "same": ((4, 7, 8), 3, 5, "SAME", (1, 1)),
     "valid": ((4, 8, 7), 5, 3, "VALID", (1, 1)),
     "uneven": ((6, 5, 6), 4, 4, ((2, 0), (0, 1)), (1, 1)),
-    "dilated": ((4, 8, 11), 3, 5, ((2, 2), (3, 3)), (2, 3)),
 }
 
 

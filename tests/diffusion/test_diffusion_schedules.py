@@ -56,10 +56,11 @@ def test_karras_matches_the_paper():
     """Karras et al. 2022, table 1: sigma from 0.002 to 80, rho 7; the paper starts with the noise."""
     n = 18
     i = np.arange(n)
-    ramp = (80 ** (1 / 7) + i / (n - 1) * (0.002 ** (1 / 7) - 80 ** (1 / 7))) ** 7
-    got = schedules.karras(n)
-    np.testing.assert_allclose((got.sigma / got.alpha)[::-1], ramp, rtol=1e-10)
-    np.testing.assert_allclose((got.sigma / got.alpha)[[0, -1]], [0.002, 80], rtol=1e-10)
+    for rho in (7.0, 1.0):
+        ramp = (80 ** (1 / rho) + i / (n - 1) * (0.002 ** (1 / rho) - 80 ** (1 / rho))) ** rho
+        got = schedules.karras(n, **{} if rho == 7 else {"rho": rho})
+        np.testing.assert_allclose((got.sigma / got.alpha)[::-1], ramp, rtol=1e-10)
+        np.testing.assert_allclose((got.sigma / got.alpha)[[0, -1]], [0.002, 80], rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

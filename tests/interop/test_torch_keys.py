@@ -1,7 +1,9 @@
 """State-dict keys and shapes against mapillary/inplace_abn and torchvision."""
 
+import json
 import re
 import zlib
+from pathlib import Path
 
 import pytest
 from torch_cases import keys_and_shapes, torch_shapes
@@ -12,54 +14,11 @@ from fnet.interop.families import recognize
 
 # Number of arrays and crc32 of the sorted lines "key shape" of the state dicts of the models in
 # mapillary/inplace_abn 1.1, scripts/models, 1000 classes ("3x3": input_3x3=True).
-REFERENCE = {
-    "resnet18": (102, 0xA5CD3E97),
-    "resnet34": (182, 0x2D39EB1A),
-    "resnet50": (267, 0xDDB1E023),
-    "resnet101": (522, 0x4964DFAF),
-    "resnet152": (777, 0x8E974A05),
-    "resnext50": (251, 0xA843DD0F),
-    "resnext101": (506, 0x06E73229),
-    "resnext101 3x3": (516, 0x3BDE591F),
-    "resnext152": (761, 0xAB71AB86),
-    "densenet121": (602, 0x5624D8B2),
-    "densenet169": (842, 0x78C51768),
-    "densenet201": (1002, 0x27D23ABF),
-    "densenet264": (1322, 0x5485DB26),
-    "wider_resnet16": (83, 0x6192C9D5),
-    "wider_resnet16_a2": (83, 0x6192C9D5),
-    "wider_resnet20": (103, 0xB87DA4DB),
-    "wider_resnet20_a2": (103, 0xB87DA4DB),
-    "wider_resnet38": (193, 0x75556ADD),
-    "wider_resnet38_a2": (193, 0x75556ADD),
-}
+RECORDED = json.loads(Path(__file__).with_suffix(".json").read_text())
+REFERENCE = {name: tuple(found) for name, found in RECORDED["inplace_abn"].items()}
 
 # The same for torchvision 0.28 and, where it lacks a network, timm 1.0.31.
-TORCHVISION = {
-    "resnet18": (102, 0x34D030BD),
-    "resnet34": (182, 0x888943B5),
-    "resnet50": (267, 0x6AA4621C),
-    "resnet101": (522, 0xCE4979FC),
-    "resnet152": (777, 0xADD45A78),
-    "resnext50_32x4d": (267, 0x9C9E7A1E),
-    "resnext101_32x8d": (522, 0xE183DF83),
-    "resnext101_64x4d": (522, 0x54869EA7),
-    "wide_resnet50_2": (267, 0xA6ED3C41),
-    "wide_resnet101_2": (522, 0x42334F1B),
-    "densenet121": (606, 0xE563B6E9),
-    "densenet161": (806, 0x5D46CE8D),
-    "densenet169": (846, 0xE1F25096),
-    "densenet201": (1006, 0x04C000D6),
-    "resnet10t": (72, 0xB2A5C045),
-    "resnet18d": (112, 0xF0288DF2),
-    "resnet26t": (157, 0x84AA252E),
-    "resnet50c": (277, 0x74D81D66),
-    "resnet50d": (277, 0x5644F008),
-    "resnet50s": (277, 0xAC6263CF),
-    "resnext50d_32x4d": (277, 0x9F7C8016),
-    "resnext101_32x4d": (522, 0x93C7D3B2),
-    "resnet200d": (1027, 0xE91A3597),
-}
+TORCHVISION = {name: tuple(found) for name, found in RECORDED["torchvision"].items()}
 
 # The same for the snapshot that scripts/test_vistas_single_gpu.py loads.
 VISTAS = (212, 0x04DF3295)

@@ -29,7 +29,11 @@ CAUSAL = {
     "window of one": {"window": 1, "rotary": 100.0},
     "window, grouped, rotary": {"window": 5, "groups": 1, "rotary": 100.0},
     "window longer than all": {"window": 40},
-    "output gate": {"groups": 2, "variant": AttentionVariant(output_gate=True), "fused": False},
+    "variant": {
+        "groups": 2,
+        "variant": AttentionVariant(output_gate=True, sinks=True, soft_cap=2.0, scale=0.7),
+        "fused": False,
+    },
 }
 
 
@@ -131,6 +135,8 @@ def whole(layer, params, x):
 def test_decoding_in_parts_matches_the_whole_sequence(name):
     layer = attention(WIDTH, HEADS, causal=True, **CAUSAL[name])
     params, _ = initial(layer)
+    if "sinks" in params:
+        params |= {"sinks": jnp.linspace(-1.0, 2.0, HEADS)}
     x, length = inputs(), T if name == "plain" else T + 6
     empty = layer.decode.init_cache(B, length, np.float32)
     at_once = whole(layer, params, x)

@@ -1,6 +1,9 @@
 """Estimated peaks of traced steps against those of compiled ones."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -9,6 +12,7 @@ import fnet
 from benchmarks.random_losses import random_loss
 from fnet import memory
 from fnet.memory.assemble import Step
+from fnet.memory.estimate import density_of
 
 pytestmark = pytest.mark.usefixtures("allow_rank_promotion")
 
@@ -81,3 +85,56 @@ def test_most_random_steps_are_estimated_within_5_percent_or_1_megabyte():
         pairs = [estimate_and_peak(*p[:3], p.optimizer()) for p in programs]
     assert np.mean([abs(e - p) <= max(0.05 * p, 1e6) for e, p in pairs]) >= 0.9
     assert np.median([abs(e / p - 1) for e, p in pairs]) < 0.05
+
+
+def test_a_convolution_has_a_workspace_and_copies_operands_in_another_order():
+    positions, kernel, width, features = 8 * 9 * 10, 3 * 2, 6, 4
+    x, w, y = positions * width, kernel * width * features, positions * features
+
+    def estimated(*names, dilation=1, groups=1):
+        sizes = {"N": 8, "H": 9, "W": 10, "C": width, "h": 3, "w": 2, "I": width // groups}
+        sizes["O"] = features
+        named = names[0], names[1].replace("H", "h").replace("W", "w")
+        args = [jax.ShapeDtypeStruct([sizes[d] for d in name], "float32") for name in named]
+        conv = functools.partial(
+            jax.lax.conv_general_dilated,
+            window_strides=(dilation, dilation),
+            padding=[(1, 1), (1, 0)],
+            lhs_dilation=(dilation, dilation),
+            dimension_numbers=(*names, "NHWC"),
+            feature_group_count=groups,
+        )
+        return Step(jax.jit(conv).trace(*args).jaxpr, [False, False]).estimate()[0] // 4
+
+    plain = estimated("NHWC", "HWIO")
+    assert plain == x + w + y
+    assert estimated("NCHW", "HWIO") - plain == x
+    assert estimated("NHWC", "OIHW") - plain == w
+    # On a CPU: patches of all groups, or the product of each pixel with all of the kernel.
+    assert estimated("NHWC", "HWIO", groups=2) - plain == positions * kernel * width - w // 2
+    products = positions * kernel * features
+    assert estimated("NHWC", "HWIO", dilation=2) - plain == products
+
+
+def test_densities_are_the_flops_of_a_byte_that_is_made():
+    def density(f, *shapes, dtype="float32"):
+        args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+        return density_of(jax.make_jaxpr(f)(*args).eqns[-1])
+
+    conv = functools.partial(
+        jax.lax.conv_general_dilated,
+        window_strides=(1, 1),
+        padding="VALID",
+        dimension_numbers=("NCHW", "OIHW", "NCHW"),
+    )
+    for f, shapes in ((jnp.matmul, ((5, 7), (7, 3))), (conv, ((2, 6, 9, 8), (4, 6, 3, 2)))):
+        args = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+        made = jax.eval_shape(f, *args)
+        flops = memory.estimate_cost(jax.make_jaxpr(f)(*args)).flops
+        assert density(f, *shapes) == flops / (made.size * 4)
+        assert density(f, *shapes, dtype="bfloat16") == flops / (made.size * 2)
+    assert density(lambda x: x.sum((0, 2)), (5, 7, 3)) == 15 / 4
+    assert density(lambda x, y: x + y, (5,), (5,)) == density(lambda x: x.T, (5, 7)) == 0
+    assert density(jnp.exp, (5,)) == 10 / 4
+    assert density(jax.lax.cumsum, (5,)) == 4 / 4
+    assert density(jax.lax.sort, (5,)) == 100

@@ -1,5 +1,7 @@
 """Time of a compiled program at the highest rates of a device, from its instructions."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from fnet.memory import roofline
 from fnet.memory.target import TARGETS, Gpu, Peaks, Tpu
 
+PROGRAMS = Path(__file__).parent
 PEAKS = Peaks({"float32": 1e12, "bfloat16": 2e12}, 1e12, 1e11, 1e10, 1e9, 0.0)
 
 
@@ -106,19 +109,7 @@ def test_counts_the_bytes_that_devices_exchange():
     assert roofline.estimate(gathered, PEAKS).link_bytes == 3 / 4 * 64 * 128 * 4
 
 
-GPU_PROGRAM = """HloModule step, is_scheduled=true, entry_computation_layout={()->f32[]}
-
-ENTRY %main (a: bf16[512,256], b: bf16[256,128], x: f32[8,16,16,4], dy: f32[8,16,16,32]) -> f32[] {
-  %a = bf16[512,256]{1,0} parameter(0)
-  %b = bf16[256,128]{1,0} parameter(1)
-  %x = f32[8,16,16,4]{3,2,1,0} parameter(2)
-  %dy = f32[8,16,16,32]{3,2,1,0} parameter(3)
-  %start = ((bf16[512,256]{1,0}), bf16[4096,256]{1,0}) all-gather-start(%a), replica_groups=[1,8]<=[8], dimensions={0}
-  %gemm = (bf16[512,128]{1,0}, s8[1024]{0}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
-  %dw = (f32[32,3,3,4]{3,2,1,0}, u8[0]{0}) custom-call(%x, %dy), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardFilter"
-  ROOT %done = bf16[4096,256]{1,0} all-gather-done(%start)
-}
-"""
+GPU_PROGRAM = (PROGRAMS / "gpu_program.hlo").read_text()
 
 
 def test_reads_library_calls_and_overlapping_messages_of_a_gpu_program():
@@ -130,14 +121,7 @@ def test_reads_library_calls_and_overlapping_messages_of_a_gpu_program():
     assert e.share["link"] < 1
 
 
-ATTENTION = """HloModule step, is_scheduled=true
-
-ENTRY %main (q: bf16[8,4096,16,64]) -> bf16[8,16,4096,64] {
-  %q = bf16[8,4096,16,64]{3,2,1,0} parameter(0)
-  %call = (bf16[8,16,4096,64]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={"operation_queue_id":"0","cudnn_fmha_backend_config":{"fmha_scale":0.125,"intermediate_tensor_shape":{"element_type":"BF16","dimensions":["8","16","4096","4096"],"layout":{}},"mask_type":"NO_MASK","sliding_window_length":0}}
-  ROOT %y = bf16[8,16,4096,64]{3,1,2,0} get-tuple-element(%call), index=0
-}
-"""
+ATTENTION = (PROGRAMS / "attention.hlo").read_text()
 
 
 def test_counts_the_scores_of_cudnn_attention():
@@ -154,45 +138,13 @@ def test_counts_the_scores_of_cudnn_attention():
 
 
 def test_counts_a_message_in_a_computation_of_its_own():
-    program = """HloModule step, is_scheduled=true
-
-%gather (p: f32[512,256]) -> f32[4096,256] {
-  %p = f32[512,256]{1,0} parameter(0)
-  ROOT %all-gather = f32[4096,256]{1,0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}
-}
-
-ENTRY %main (a: f32[512,256]) -> f32[4096,256] {
-  %a = f32[512,256]{1,0} parameter(0)
-  %start = ((f32[512,256]{1,0}), f32[4096,256]{1,0}, u32[]) async-start(%a), calls=%gather
-  ROOT %done = f32[4096,256]{1,0} async-done(%start)
-}
-"""
+    program = (PROGRAMS / "gather.hlo").read_text()
     e = roofline.estimate(program, PEAKS)
     assert e.link_bytes == 7 / 8 * 4096 * 256 * 4
     assert e.seconds == pytest.approx(e.link_bytes / PEAKS.link)
 
 
-TPU_PROGRAM = """HloModule step, is_scheduled=true, num_partitions=4
-
-%start_body (p: bf16[32,128]) -> (bf16[32,128], bf16[128,128]) {
-  %p = bf16[32,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
-  %all-gather.1 = bf16[128,128]{1,0:T(8,128)(2,1)S(1)} all-gather(%p), replica_groups=mesh['a'=4,'b'=1] {'a'}, dimensions={0}
-  ROOT %call.1 = (bf16[32,128]{1,0:T(8,128)(2,1)S(1)}, bf16[128,128]{1,0:T(8,128)(2,1)S(1)}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
-}
-
-%done_body (q: bf16[32,128]) -> bf16[128,128] {
-  %q = bf16[32,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
-  %all-gather.2 = bf16[128,128]{1,0:T(8,128)(2,1)S(1)} all-gather(%q), replica_groups=mesh['a'=4,'b'=1] {'a'}, dimensions={0}
-  ROOT %call.2 = bf16[128,128]{1,0:T(8,128)(2,1)S(1)} custom-call(%all-gather.2), custom_call_target="AsyncCollectiveDone"
-}
-
-ENTRY %main (x: bf16[32,128]) -> bf16[128,128] {
-  %x = bf16[32,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
-  %async-collective-start = (bf16[32,128]{1,0:T(8,128)(2,1)S(1)}, bf16[128,128]{1,0:T(8,128)(2,1)S(1)}) fusion(%x), kind=kCustom, calls=%start_body
-  %part = bf16[32,128]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%async-collective-start), index=0
-  ROOT %async-collective-done = bf16[128,128]{1,0:T(8,128)(2,1)S(1)} fusion(%part), kind=kCustom, calls=%done_body
-}
-"""
+TPU_PROGRAM = (PROGRAMS / "tpu_program.hlo").read_text()
 
 
 def test_counts_the_messages_inside_fusions_of_a_tpu_program_once():
@@ -230,24 +182,61 @@ def test_rejects_a_program_without_a_schedule():
         roofline.estimate("HloModule f", PEAKS)
 
 
-SCATTER = """HloModule step, is_scheduled=true
-
-%fused (table: f32[4096,256], rows: s32[8,1], updates: f32[8,256]) -> f32[4096,256] {
-  %table = f32[4096,256]{1,0} parameter(0)
-  %rows = s32[8,1]{1,0} parameter(1)
-  %updates = f32[8,256]{1,0} parameter(2)
-  ROOT %scatter = f32[4096,256]{1,0} scatter(%table, %rows, %updates), update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1
-}
-
-ENTRY %main (x: f32[4096,256], i: s32[8,1], u: f32[8,256]) -> f32[4096,256] {
-  %x = f32[4096,256]{1,0} parameter(0)
-  %i = s32[8,1]{1,0} parameter(1)
-  %u = f32[8,256]{1,0} parameter(2)
-  ROOT %fusion = f32[4096,256]{1,0} fusion(%x, %i, %u), kind=kInput, calls=%fused
-}
-"""
+SCATTER = (PROGRAMS / "scatter.hlo").read_text()
 
 
 def test_a_scatter_in_a_fusion_reads_and_writes_its_updates_alone():
     indices, updates = 8 * 4, 8 * 256 * 4
     assert roofline.estimate(SCATTER, PEAKS).bytes == indices + 2 * updates
+
+
+UNFUSED = (PROGRAMS / "unfused.hlo").read_text()
+X, U, ROW_INDICES = 64 * 8 * 4, 3 * 8 * 4, 3 * 4
+INSTRUCTIONS = {
+    "f32[5,8]{1,0} slice(%x), slice={[0:5], [0:8]}": (2 * 5 * 8 * 4, 0),
+    "f32[64,8]{1,0} dynamic-update-slice(%x, %u, %z, %z)": (2 * U, 0),
+    "f32[64,8]{1,0} scatter(%x, %i, %u), update_window_dims={1}": (3 * U + ROW_INDICES, 512),
+    "f32[64,8]{1,0} sort(%x), dimensions={0}": (2 * X, 512 * 9),
+    "f32[3,8]{1,0} multiply(%u, %u)": (3 * U, 24),
+    "f32[3,8]{1,0} tanh(%u)": (2 * U, 8 * 24),
+    "f32[8]{0} reduce(%x, %z), dimensions={0}": (X + 4 + 8 * 4, 512),
+    "f32[8]{0} reduce-window(%x, %z), window={size=64x2 pad=0_0x0_1}": (X + 4 + 8 * 4, 1024),
+}
+
+
+def test_traffic_and_operations_of_instructions_outside_of_fusions():
+    for text, (bytes_, operations) in INSTRUCTIONS.items():
+        program = UNFUSED.replace("@", text)
+        slow_memory, slow_lanes = PEAKS._replace(bandwidth=1.0), PEAKS._replace(vector=1.0)
+        # A kernel that moves fewer bytes than the cache has runs at its rate.
+        for size, seconds in ((0, bytes_), (bytes_, bytes_), (bytes_ + 1, bytes_ / 8)):
+            cached = slow_memory._replace(cache=(size, 8.0), vector=1e30)
+            assert roofline.estimate(program, cached).seconds == seconds, text
+        e = roofline.estimate(program, slow_lanes)
+        assert (e.bytes, e.total_flops) == (bytes_, 0)
+        if operations:
+            assert e.seconds == pytest.approx(operations), text
+
+
+HOST_COPIES = (PROGRAMS / "host_copies.hlo").read_text()
+
+
+def test_copies_to_and_from_the_host_overlap_and_those_of_one_direction_do_not():
+    def seconds(program):
+        return roofline.estimate(program, PEAKS._replace(host=4.0)).seconds
+
+    copied = 1024, 2048  # arrays of four bytes, at four bytes a second
+    assert seconds(HOST_COPIES) == pytest.approx(max(copied), rel=1e-3)
+    both = HOST_COPIES.replace("%a = f32[1024]{0}", "%a = f32[1024]{0:S(5)}")
+    both = both.replace("%to = (f32[1024]{0:S(5)}", "%to = (f32[1024]{0}")
+    assert seconds(both) == pytest.approx(sum(copied), rel=1e-3)
+    waits = HOST_COPIES.split("  %to")[0] + "  ROOT %got = f32[2048]{0} copy(%h)\n}\n"
+    assert seconds(waits) == pytest.approx(copied[1], rel=1e-3)
+
+
+def test_iterations_of_a_loop_are_known_or_the_constant_that_it_is_compared_with():
+    program = (PROGRAMS / "while.hlo").read_text()
+    assert roofline.estimate(program, PEAKS).total_flops == 7 * 2 * 8**3
+    known = ', backend_config={"known_trip_count":{"n":"5"}}\n}'
+    known = program.replace("body=%body\n}", f"body=%body{known}")
+    assert roofline.estimate(known, PEAKS).total_flops == 5 * 2 * 8**3

@@ -256,3 +256,13 @@ def test_devices_of_a_tpu_target_are_the_first_of_its_slice(monkeypatch):
         known.memory,
         known.peaks,
     )
+
+
+def test_unknown_devices_are_estimated_at_the_rates_of_an_h100():
+    def on(kind, peaks=None):
+        return target.Target("x", types.SimpleNamespace(device_kind=kind), 0, {}, peaks=peaks)
+
+    known, h100 = (TARGETS[name] for name in ("a100", "h100"))
+    assert target.peaks_of(on(known.device)) == known.peaks != h100.peaks
+    assert target.peaks_of(on(known.device, h100.peaks)) == h100.peaks
+    assert target.peaks_of(on("another")) == target.peaks_of(None) == h100.peaks

@@ -1,3 +1,4 @@
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -5,6 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from fnet.memory.timeline import layer_of, timeline
+
+PROGRAMS = Path(__file__).parent
 
 
 def program(text, *, arguments, outputs=0, aliased=0):
@@ -17,15 +20,7 @@ def program(text, *, arguments, outputs=0, aliased=0):
 
 
 def test_an_array_is_alive_from_its_maker_to_its_last_reader():
-    text = """
-ENTRY %main (x: f32[25]) -> f32[25] {
-  %x = f32[25]{0} parameter(0), metadata={op_name="x"}
-  %a = f32[50]{0} custom-call(%x), metadata={op_name="jit(f)/jvp(one)/mul"}
-  %b = f32[75]{0} custom-call(%a), metadata={op_name="jit(f)/jvp(two)/mul"}
-  %c = f32[25]{0} custom-call(%b), metadata={op_name="jit(f)/transpose(jvp(two))/mul"}
-  ROOT %d = f32[25]{0} custom-call(%a, %c)
-}
-"""
+    text = (PROGRAMS / "two_layers.hlo").read_text()
     found = timeline(program(text, arguments=100, outputs=100))
     assert found.instructions == ["x", "a", "b", "c", "d"]
     assert found.live_bytes == [200, 400, 700, 800, 500]
@@ -39,40 +34,8 @@ ENTRY %main (x: f32[25]) -> f32[25] {
     ]
 
 
-LOOP = """
-%cond (c: (s32[], f32[25], f32[250])) -> pred[] {
-  %c = (s32[], f32[25]{0}, f32[250]{0}) parameter(0)
-  %i = s32[] get-tuple-element(%c), index=0
-  ROOT %go = pred[] custom-call(%i)
-}
-
-%body (p: (s32[], f32[25], f32[250])) -> (s32[], f32[25], f32[250]) {
-  %p = (s32[], f32[25]{0}, f32[250]{0}) parameter(0)
-  %j = s32[] get-tuple-element(%p), index=0
-  %carry = f32[25]{0} get-tuple-element(%p), index=1
-  %same = f32[250]{0} get-tuple-element(%p), index=2
-  %t = f32[50]{0} custom-call(%carry, %same), metadata={op_name="jit(f)/blocks/while/body/mul"}
-  %k = s32[] custom-call(%j)
-  %next = f32[25]{0} custom-call(%t), metadata={op_name="jit(f)/blocks/while/body/add"}
-  ROOT %r = (s32[], f32[25]{0}, f32[250]{0}) tuple(%k, %next, %same)
-}
-
-ENTRY %main (x: f32[25]) -> f32[0] {
-  %x = f32[25]{0} parameter(0)
-  %zero = s32[] constant(0)
-  %start = s32[] copy(%zero)
-  %first = f32[25]{0} custom-call(%x)
-  %w = f32[250]{0} custom-call(%x)
-  %in = (s32[], f32[25]{0}, f32[250]{0}) tuple(%start, %first, %w)
-  %out = (s32[], f32[25]{0}, f32[250]{0}) while(%in), condition=%cond, body=%body
-  %last = f32[25]{0} get-tuple-element(%out), index=1
-  ROOT %y = f32[0]{0} custom-call(%last)
-}
-"""
-
-
 def test_a_loop_body_appears_once_and_its_carry_is_dead_between_read_and_write():
-    found = timeline(program(LOOP, arguments=100))
+    found = timeline(program((PROGRAMS / "loop.hlo").read_text(), arguments=100))
     live = dict(zip(found.instructions, found.live_bytes, strict=True))
     held, counter, carry, whole, inside = 100, 4, 100, 1000, 200
     assert live["w"] == held + counter + carry + whole
@@ -88,28 +51,7 @@ def test_a_loop_body_appears_once_and_its_carry_is_dead_between_read_and_write()
 
 
 def test_a_slice_written_in_place_takes_no_memory():
-    text = """
-%fused (q: f32[100], u: f32[25], at: s32[]) -> f32[100] {
-  %q = f32[100]{0} parameter(0)
-  %u = f32[25]{0} parameter(1)
-  %at = s32[] parameter(2)
-  %flat = f32[4,25]{1,0} bitcast(%q)
-  %row = f32[1,25]{1,0} bitcast(%u)
-  %zero = s32[] constant(0)
-  %written = f32[4,25]{1,0} dynamic-update-slice(%flat, %row, %at, %zero)
-  ROOT %line = f32[100]{0} bitcast(%written)
-}
-
-ENTRY %main (x: f32[25], i: s32[]) -> f32[25] {
-  %x = f32[25]{0} parameter(0)
-  %i = s32[] parameter(1)
-  %a = f32[100]{0} custom-call(%x)
-  %b = f32[100]{0} fusion(%a, %x, %i), kind=kLoop, calls=%fused
-  %c = f32[100]{0} dynamic-update-slice(%b, %x, %i)
-  %d = f32[100]{0} custom-call(%c), output_to_operand_aliasing={{}: (0, {})}
-  ROOT %e = f32[25]{0} custom-call(%d)
-}
-"""
+    text = (PROGRAMS / "slice.hlo").read_text()
     found = timeline(program(text, arguments=104, outputs=100))
     assert found.live_bytes == [204, 204, 604, 604, 604, 604, 604]
 
@@ -172,29 +114,7 @@ ENTRY %main (x: f32[25]) -> {dtype}[50] {{
     ["branch_computations={%left, %right}", "true_computation=%left, false_computation=%right"],
 )
 def test_branches_are_not_alive_at_the_same_time(branches):
-    text = """
-%left (l: (f32[25])) -> f32[25] {
-  %l = (f32[25]{0}) parameter(0)
-  %m = f32[25]{0} get-tuple-element(%l), index=0
-  %n = f32[250]{0} custom-call(%m)
-  ROOT %o = f32[25]{0} custom-call(%n)
-}
-
-%right (p: (f32[25])) -> f32[25] {
-  %p = (f32[25]{0}) parameter(0)
-  %q = f32[25]{0} get-tuple-element(%p), index=0
-  %r = f32[500]{0} custom-call(%q)
-  ROOT %s = f32[25]{0} custom-call(%r)
-}
-
-ENTRY %main (x: f32[25], i: s32[]) -> f32[25] {
-  %x = f32[25]{0} parameter(0)
-  %i = s32[] parameter(1)
-  %t = (f32[25]{0}) tuple(%x)
-  %u = f32[25]{0} conditional(%i, %t, %t), BRANCHES
-  ROOT %v = f32[25]{0} custom-call(%u)
-}
-"""
+    text = (PROGRAMS / "branches.hlo").read_text()
     text = text.replace("BRANCHES", branches)
     found = timeline(program(text, arguments=104, outputs=100))
     live = dict(zip(found.instructions, found.live_bytes, strict=True))
@@ -216,21 +136,7 @@ ENTRY %main (x: f32[25], i: s32[]) -> f32[25] {
 )
 def test_a_called_computation_is_part_of_the_timeline(start, done, read):
     # An asynchronous call holds its operand until it is done.
-    text = """
-%inner (p: f32[25]) -> f32[25] {
-  %p = f32[25]{0} parameter(0)
-  %q = f32[250]{0} custom-call(%p)
-  ROOT %r = f32[25]{0} custom-call(%q)
-}
-
-ENTRY %main (x: f32[25]) -> f32[0] {
-  %x = f32[25]{0} parameter(0)
-  %a = f32[25]{0} custom-call(%x)
-  %s = START
-  %d = DONE
-  ROOT %y = f32[0]{0} custom-call(%d)
-}
-"""
+    text = (PROGRAMS / "call.hlo").read_text()
     text = text.replace("START", start).replace("DONE", done)
     found = timeline(program(text, arguments=100))
     live = dict(zip(found.instructions, found.live_bytes, strict=True))
@@ -286,22 +192,7 @@ def test_parses_layer_and_phase_from_op_name():
 
 
 def test_a_copy_has_the_layer_of_its_operand():
-    text = """
-%fused (q: f32[25]) -> f32[25] {
-  %q = f32[25]{0} parameter(0)
-  ROOT %c = f32[25]{0} copy(%q)
-}
-
-ENTRY %main (w: f32[25]) -> f32[5] {
-  %w = f32[25]{0} parameter(0), metadata={op_name="w"}
-  %a = f32[25]{0} fusion(%w), kind=kLoop, calls=%fused
-  %b = f32[25]{0} custom-call(%a), metadata={op_name="jit(f)/jvp(stage0)/mul"}
-  %c2 = f32[25]{0} copy(%b)
-  %d = f32[30]{0} custom-call(%a)
-  %e = f32[5,6]{0,1} bitcast(%d), metadata={op_name="jit(f)/jvp(stage1)/mul"}
-  ROOT %z = f32[5]{0} custom-call(%e, %c2, %a)
-}
-"""
+    text = (PROGRAMS / "copy.hlo").read_text()
     found = timeline(program(text, arguments=100, outputs=20))
     names = {b.instruction: b.layer for b in found.at_peak}
     assert names == {"w": "w", "z": "", "a": "w", "c2": "stage0", "d": "stage1"}

@@ -1,6 +1,7 @@
 """Language models with every mixer, and text generation."""
 
 import functools
+import itertools
 
 import chex
 import jax
@@ -10,7 +11,7 @@ import pytest
 
 import fnet
 from fnet import layers, models
-from fnet.generate import _decode, _Run, _Sampling
+from fnet.generate import _decode, _phases, _Run, _Sampling
 from fnet.layer import Decode
 
 V, WIDTH, T = 11, 16, 12
@@ -281,6 +282,18 @@ def test_many_prompts_need_few_programs():
     for t in (40, 1, 7, 16, 17, 33, 55):
         fnet.generate(model, {}, {}, tokens(t), jax.random.key(0), 5)
     assert _decode._cache_size() == before + 1
+
+
+def test_phases_end_where_a_cache_restarts_and_with_the_last_token():
+    for restarts, first, total in itertools.product([(), (5,), (300, 90)], [1, 80, 91], [90, 500]):
+        phases = [*_phases(restarts, first, total)]
+        ends = [end for end, _ in phases]
+        within = sorted(r for r in restarts if first <= r < total - 1)
+        assert ends == ([*(r + 1 for r in within), total] if first < total else [])
+        for end, room in phases:
+            limits = [r for r in restarts if r >= end - 1]
+            assert end - 1 <= room <= min([*limits, 1.25 * end + 64])
+            assert not restarts or limits or room == end - 1  # a longer one would be another
 
 
 def test_repeated_tokens_are_penalized():

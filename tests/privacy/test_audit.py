@@ -1,7 +1,9 @@
 """Lower bounds on epsilon from canaries."""
 
 import itertools
+from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent
@@ -9,6 +11,8 @@ from dp_accounting.pld import PLDAccountant
 from scipy.stats import binom
 
 from fnet.privacy.audit import audit_epsilon, p_value
+from train.data.canaries import draw_included
+from train.run.results import audit
 
 
 def randomized_response(rng, m, epsilon, delta=0.0):
@@ -123,3 +127,21 @@ def test_refuses_what_cannot_be_audited():
         p_value(5, 2, 3, 1.0, 0.0)
     with pytest.raises(ValueError, match="epsilon must be >= 0, got -1"):
         p_value(5, 2, 1, -1.0, 0.0)
+
+
+def test_a_run_is_audited_by_how_far_its_included_canaries_fell():
+    start = jnp.linspace(0.0, 100.0, 64)
+    run = SimpleNamespace(
+        layout=None,
+        config=SimpleNamespace(train=SimpleNamespace(seed=3), grad=SimpleNamespace(delta=None)),
+        init=lambda key: SimpleNamespace(params=start),
+    )
+    canaries = SimpleNamespace(values=lambda params: params)
+    seed = next(s for s in range(99) if draw_included(64, s).sum() == 32)
+    fallen = start - draw_included(64, seed)
+    sure = audit(run, canaries, fallen, seed).epsilon
+    assert sure == audit_epsilon(np.arange(64.0), np.arange(64) >= 32, 0.0).epsilon > 2
+    assert audit(run, canaries, fallen, seed + 1).epsilon < sure  # other ones were included
+    assert audit(run, canaries, fallen, seed, initial_known=False).epsilon < sure
+    fallen = jnp.where(draw_included(64, seed), fallen, jnp.nan)  # as if nothing were known
+    assert audit(run, canaries, fallen, seed).epsilon == sure

@@ -155,14 +155,6 @@ def test_a_private_run_prints_both_bounds(audited, capsys):
     assert summary_of(audited / "run")["audit"] == audit
 
 
-@pytest.mark.slow
-def test_a_run_without_noise_has_a_large_bound(audited, capsys):
-    fnet_command("train", "audited.py", "--out", "run", *NO_NOISE)
-    audit = summary_of(audited / "run")["audit"]
-    assert audit["epsilon"] > 1.2
-    assert "and unbounded without noise" in capsys.readouterr().out
-
-
 def test_a_run_with_less_noise_than_it_claims_is_caught():
     claimed = Privacy(4.0, PoissonSampling(1000, 100), 1e-5)
     result = describe_audit(Audit(3.4, 1e-5, 0.95, 300, 128, 128), claimed, 10)

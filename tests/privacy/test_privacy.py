@@ -376,22 +376,6 @@ def test_private_steps_are_never_skipped(grad, guarded, workplace):
     assert ("skipped" in metrics) == guarded
 
 
-@pytest.mark.slow
-def test_per_example_runs_measure_the_noise_scale(workplace):
-    write_other(workplace, "PerExample()")
-    fnet_command("train", "other.py", "--out", "run")
-    lines = metrics_of(workplace / "run")
-    assert {"train/norm_median", "train/norm_max", "train/grad_sq", "train/grad_var"} <= lines[
-        0
-    ].keys()
-    for line in lines:
-        ratio = line["train/grad_var"] / line["train/grad_sq"]
-        assert line["train/noise_scale"] == pytest.approx(ratio)
-    summary = json.loads((workplace / "run" / "summary.json").read_text())
-    assert summary["noise_scale"] == noise_scale(lines) > 0
-    assert summary["privacy"] is None
-
-
 def test_plans_choose_microbatches_unless_the_config_does(workplace):
     choices = {}
     fixed = "Microbatch(microbatches=4)", "PerExample()", "Clipped(microbatches=2)"

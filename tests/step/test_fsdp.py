@@ -434,6 +434,17 @@ def test_a_result_of_several_parts_is_sharded_as_a_whole():
 
     assert constraints(f, (None,), jnp.ones((4, 8)), out=result) == [(None, "fsdp")]
 
+    def turned(x):
+        return jnp.tanh(x @ jnp.ones((8, 16))).T
+
+    # Where the product is made; a sum of its rows has elements of its own.
+    specs = constraints(turned, (None,), jnp.ones((4, 8)), out=result)
+    assert specs == [("fsdp", None)]
+    total = NamedSharding(result.mesh, PartitionSpec("fsdp"))
+    assert constraints(lambda x: turned(x).sum(1), (None,), jnp.ones((4, 8)), out=total) == [
+        ("fsdp",)
+    ]
+
 
 def test_codes_of_an_equation_with_several_results_are_gathered():
     codes = jnp.zeros((4, 16), jnp.int8)

@@ -66,8 +66,9 @@ def test_finite_steps_do_not_depend_on_skip_nonfinite(step):
 
 
 def test_skip_nonfinite_updates_the_state_in_place(step):
-    compiled = fnet.compile_step(step, jax.eval_shape(created), batch_of(1))
-    assert compiled.report.donation.leaves == len(jax.tree.leaves(jax.eval_shape(created)))
+    shapes = jax.eval_shape(created)
+    compiled = fnet.compile_step(step, shapes, batch_of(1), compiler_options={})
+    assert compiled.report.donation.leaves == len(jax.tree.leaves(shapes))
 
 
 def test_fused_optimizer_rejects_skip_nonfinite():

@@ -433,7 +433,7 @@ def test_a_state_that_was_donated_is_named(compiled):
     state, batch = created(model, optimizer), batch_of(2)
     step = fnet.make_step(loss_of(model), optimizer)
     if compiled:
-        step = fnet.compile_step(step, state, batch)
+        step = fnet.compile_step(step, state, batch, compiler_options={})
     step(state, batch)
     with pytest.raises(RuntimeError, match="donated to an earlier step: use the state that the"):
         step(state, batch)

@@ -1,8 +1,9 @@
 """Tiny configs of published image networks, their weights, and outputs of transformers and timm.
 
 Weights are drawn by NumPy from the tensors' names in the files. The outputs are those of
-transformers 5.24.0 and timm 1.0.31 with torch 2.13.0 in float32: ``python
-tests/support/pretrained_image_cases.py`` prints them again.
+transformers 5.24.0 and timm 1.0.31 with torch 2.13.0 in float32, in
+``pretrained_image_cases.json``: ``python tests/support/pretrained_image_cases.py`` prints its lines
+again.
 """
 
 import json
@@ -108,39 +109,7 @@ CONFIGS |= {
     }.items()
 }
 
-OUTPUTS = {
-    "convnext": [-1.17766, -1.41835, 0.98431, -0.28534],
-    "convnext_features": [0.92376, 1.43228, -1.58971, 1.16923],
-    "convnextv2": [-0.71666, 1.35813, 0.1651, 1.12426],
-    "timm_convnext_tiny": [-0.33112, 1.85814, 1.17412, 0.28205],
-    "timm_convnextv2_atto": [-0.1633, -0.74435, -0.61676, -0.56977],
-    "timm_convnextv2_base": [-0.34769, -0.54346, 0.79591, -0.73445],
-    "timm_convnext_large_mlp": [-0.13863, -0.71993, 0.71195, -0.44255],
-    "vit": [-0.11992, 0.19909, 0.50537, 0.71102],
-    "vit_wide": [0.1375, 0.55285, 0.68514, 0.70874],
-    "vit_pooler": [0.79999, -0.35936, -0.34566, 0.67043],
-    "deit": [1.55395, 0.85109, -0.66189, -0.00272],
-    "deit_class_token": [0.79527, 0.96752, 0.55586, 0.4056],
-    "dinov2": [1.02017, -0.39961, 0.2652, 0.84183],
-    "dinov2_giant": [0.49165, 1.42784, 0.23146, -0.43424],
-    "dinov2_with_registers": [1.00696, -0.41779, 0.33015, 0.85519],
-    "dinov2_registers_labels": [-0.01832, 0.70764, 0.1753, 0.1817],
-    "clip_vision_model": [-2.30892, 0.2709, -0.65036, 1.46881],
-    "clip_no_projection": [-0.26317, 0.03367, 0.29048, -0.78241],
-    "clip": [-2.30892, 0.2709, -0.65036, 1.46881],
-    "siglip_vision_model": [-0.61074, 1.19056, 1.07271, 1.69457],
-    "siglip": [0.3484, 0.18978, -0.10087, -0.02461],
-    "timm_vit": [0.514, -0.41041, -0.12158, 0.50571],
-    "timm_vit_features": [0.35236, -0.25829, -1.14395, -0.79049],
-    "timm_deit_distilled": [0.19452, -0.38485, -0.11265, 0.52323],
-    "timm_deit3": [0.09271, -0.63418, 0.04357, -0.37809],
-    "timm_dinov2": [-0.99662, -0.27907, -1.20462, -0.74786],
-    "timm_dinov2_registers": [-0.97738, -0.15361, -1.13928, -0.76342],
-    "timm_clip": [0.73124, -0.30287, -0.02767, 0.48223],
-    "timm_siglip": [-1.02211, 1.11849, 0.90993, -0.68328],
-    "timm_siglip_gap": [-0.01218, -0.48301, 0.21054, 0.62396],
-    "timm_mean": [1.40638, 0.2431, 0.09708, 0.50007],
-}
+OUTPUTS = json.loads(Path(__file__).with_suffix(".json").read_text())
 """The first outputs for the second of the `images`."""
 
 OTHER_SIZES = {
@@ -228,4 +197,4 @@ def outputs(model, x, **options):
 if __name__ == "__main__":
     for name, config in CONFIGS.items():
         y = outputs(peer(name)[0], images(image_size(config)))
-        print(f'    "{name}": {[round(float(v), 5) for v in y[1, :4]]},')
+        print(f'  "{name}": {[round(float(v), 5) for v in y[1, :4]]},')

@@ -25,7 +25,8 @@ def steps(mode, batch, n, *, learning_rate=0.0):
     """The last state, the metrics of n steps, and the memory report."""
     optimizer = mode.wrap_optimizer(optax.sgd(learning_rate))
     state = fnet.TrainState.create(MODEL, optimizer, jax.random.key(0))
-    step = fnet.compile_step(fnet.make_step(loss, optimizer, mode), state, batch)
+    step = fnet.make_step(loss, optimizer, mode)
+    step = fnet.compile_step(step, state, batch, compiler_options={})
     history = []
     for _ in range(n):
         state, metrics = step(state, batch)

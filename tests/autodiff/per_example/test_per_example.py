@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from example_losses import CASES, B, loop_over_examples
+from example_losses import CASES, B, loop_over_examples, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -110,6 +110,16 @@ def test_influence_is_the_dot_product_with_each_gradient(name):
     expected = jax.vmap(optax.tree.vdot, (0, None))(loop_over_examples(case), direction)
     dot_products = jax.jit(influence(case.loss))(direction, case.params, *case.batch)
     chex.assert_trees_all_close(dot_products, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_influence_of_a_loss_with_a_backward_rule_alone():
+    p, direction, x = normal(0, 8, 4), normal(1, 8, 4), normal(2, B, 8)
+
+    def loss(p, x):
+        return (fnet.layer_norm(x @ p, jnp.ones(4), jnp.zeros(4)) ** 3).sum(1)
+
+    expected = jnp.tensordot(jax.jacobian(loss)(p, x), direction, 2)
+    chex.assert_trees_all_close(influence(loss)(direction, p, x), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from rich.console import Console
 from fnet import memory
 from fnet.memory.target import Peaks, Target
 from train.config import Config, Digits, Memory, Mlp
+from train.errors import UserError
 from train.output.memory_tables import plan_summary, plan_table
 from train.output.tables import to_rich
 from train.run import planning
@@ -284,3 +285,11 @@ def test_a_prediction_traces_the_step_once():
     ]
     smallest = min(memory.peak(program).total for program in programs)
     assert planned.executable.report.peak.total == smallest
+
+
+def test_a_target_has_the_devices_of_the_mesh(workplace, monkeypatch):
+    target = Mock(side_effect=UserError("no"))
+    monkeypatch.setattr("train.commands.memory.target_of", target)
+    words = "--target", "x", "--mesh.data", 2, "--mesh.fsdp", 3
+    assert exit_code("memory", "deep.py", *words) == 2
+    target.assert_called_once_with("x", 6)

@@ -17,6 +17,7 @@ from fnet.layers.activations import ACTIVATIONS
 from train.config import registry
 from train.onnx_program import UnsupportedError, to_onnx
 from train.predictor import Predictor
+from train.run.program_files import _upsample
 from train.tasks import KINDS
 
 pytest.importorskip("onnx")
@@ -132,6 +133,13 @@ def test_activations(name):
 def test_no_network_that_labels_images_is_left_out():
     sections = registry.variants("model")
     assert {n for n, s in sections.items() if KINDS[s.task].predicts} == {*SMALL, *ELSEWHERE}
+
+
+def test_logits_of_masks_get_the_size_of_the_image():
+    x = np.random.default_rng(0).random((2, 5, 4, 3), np.float32)
+    expected = jax.image.resize(x, (2, 9, 14, 3), "bilinear", antialias=False)
+    np.testing.assert_allclose(_upsample(jnp.asarray(x), 9, 14), expected, rtol=1e-5)
+    assert_same(lambda x: _upsample(x, 9, 14), x.shape[1:])
 
 
 def test_an_operation_that_is_not_written_is_named():

@@ -13,6 +13,7 @@ from image_cases import write_image, write_mask
 from PIL import Image
 
 from train.data import Outputs, evaluation_batches
+from train.data.annotated import AnnotatedImage
 from train.data.annotations import find_annotations
 from train.data.decode import UnreadableError
 from train.data.drawings import Drawing, Shape, decode_runs, fill_polygon, fill_runs, read_mask
@@ -449,3 +450,18 @@ def test_damaged_annotations_name_their_file(tmp_path):
     message = error_message(load, tmp_path, "coco", classes=3)
     assert "no annotations" in message
     assert "boxes in Annotations/*.xml are no masks" in error_message(load, tmp_path, "voc")
+
+
+def test_an_object_is_shown_if_it_is_a_pixel_wide_or_high_inside():
+    image = AnnotatedImage("train", "a.png", "", height=10, width=20, objects=[])
+    for (left, top, right, bottom), shown in {
+        (3, 3, 4, 3.5): True,
+        (3, 3, 3.9, 3.9): False,
+        (19.5, 3, 30, 9): True,
+        (-5, -5, 0.5, 0.9): False,
+        (-5, -5, 0.5, 1): True,
+        (3, 3, 3, 9): False,  # of no width
+        (20, 3, 30, 9): False,
+    }.items():
+        outline = np.array([(right, top), (left, bottom)], float)
+        assert image.shows(outline) == shown, outline

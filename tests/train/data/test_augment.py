@@ -147,6 +147,11 @@ def test_random_scale_crops_lie_within_image_and_canvas():
         assert scale[0] == pytest.approx(scale[1], rel=0.05)
 
 
+def test_a_line_of_pixels_stays_one_pixel_high():
+    (box, sides), _ = random_scale_crop(500, 1, 64, np.array([0.0, 0.5, 0.5]), (0.5, 1.0))
+    assert (box, sides) == ((0, 0, 500, 1), (32, 1))
+
+
 def test_random_scale_crop_with_scale_one_equals_fit():
     whole, half = (
         random_scale_crop(400, 400, 64, np.array([u, 0.5, 0.5]), (1.0, 2.0))

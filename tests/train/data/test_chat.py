@@ -2,6 +2,7 @@
 
 import datetime
 import json
+from pathlib import Path
 
 import pytest
 
@@ -16,48 +17,8 @@ from train.errors import UserError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 # Written after the formats that the models' documentation describes.
-LLAMA3 = (
-    "{{- bos_token }}\n"
-    "{%- if not date_string is defined %}\n"
-    "    {%- if strftime_now is defined %}\n"
-    '        {%- set date_string = strftime_now("%d %b %Y") %}\n'
-    "    {%- else %}\n"
-    '        {%- set date_string = "26 Jul 2024" %}\n'
-    "    {%- endif %}\n"
-    "{%- endif %}\n"
-    "{%- if messages[0]['role'] == 'system' %}\n"
-    "    {%- set system_message = messages[0]['content']|trim %}\n"
-    "    {%- set messages = messages[1:] %}\n"
-    "{%- else %}\n"
-    '    {%- set system_message = "" %}\n'
-    "{%- endif %}\n"
-    '{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}\n'
-    '{{- "Today Date: " + date_string + "\\n\\n" }}\n'
-    '{{- system_message + "<|eot_id|>" }}\n'
-    "{%- for message in messages %}\n"
-    "    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content']"
-    " | trim + '<|eot_id|>' }}\n"
-    "{%- endfor %}\n"
-    "{%- if add_generation_prompt %}\n"
-    "    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}\n"
-    "{%- endif %}\n"
-)
-QWEN = (
-    "{%- if tools %}\n"
-    "    {{- '<|im_start|>system\\n# Tools\\n' }}\n"
-    "    {%- for tool in tools %}\n"
-    '        {{- "\\n" }}\n'
-    "        {{- tool | tojson }}\n"
-    "    {%- endfor %}\n"
-    "    {{- '<|im_end|>\\n' }}\n"
-    "{%- endif %}\n"
-    "{%- for message in messages %}\n"
-    "    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}\n"
-    "{%- endfor %}\n"
-    "{%- if add_generation_prompt %}\n"
-    "    {{- '<|im_start|>assistant\\n' }}\n"
-    "{%- endif %}\n"
-)
+LLAMA3 = Path(__file__).with_name("llama3.jinja").read_text()
+QWEN = Path(__file__).with_name("qwen.jinja").read_text()
 GEMMA = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
     "{{ raise_exception('System role not supported') }}{% endif %}"
@@ -342,8 +303,9 @@ def test_reads_generation_settings(folder, settings, expected):
 
 
 def test_without_generation_settings_the_model_names_the_end_tokens(folder):
-    path = folder(config__json={"eos_token_id": [5, 1]})
-    assert load_generation_settings(path) == GenerationSettings(end_tokens=(5, 1))
+    for given, tokens in ([5, 0], (5, 0)), (0, (0,)), (None, ()):
+        path = folder(config__json={"eos_token_id": given})
+        assert load_generation_settings(path) == GenerationSettings(end_tokens=tokens)
 
 
 @pytest.mark.parametrize(
@@ -356,6 +318,7 @@ def test_without_generation_settings_the_model_names_the_end_tokens(folder):
         ({"top_k": 1.5}, "top_k must be an integer >= 0, got 1.5"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be a token or a list of tokens"),
         ({"eos_token_id": [True]}, "eos_token_id must be a token or a list of tokens"),
+        ({"eos_token_id": -1}, "eos_token_id must be a token or a list of tokens"),
         ({"temperature": [[1] * 99] * 99}, r"temperature must be a number >= 0, got .{,200}$"),
     ],
 )

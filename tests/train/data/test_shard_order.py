@@ -73,6 +73,12 @@ def test_mixes_sources_by_weight_in_every_stretch_of_batches(batch_size):
         assert seen.max() - seen.min() <= 1
 
 
+def test_a_batch_may_be_longer_than_the_period_of_a_mixture(monkeypatch):
+    monkeypatch.setattr("train.data.order._MIX_PERIOD", 16)
+    rows = order([1] * 50, [1] * 90, weights=[1, 3], batch_size=40)(0)
+    assert [(rows < 50).sum(), (rows >= 50).sum()] == [10, 30]
+
+
 def test_mixes_sources_in_every_lane():
     batches = order([1] * 5000, [100] * 45, weights=[1, 3], batch_size=8)
     assert batches.lanes == 8

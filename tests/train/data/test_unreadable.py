@@ -7,6 +7,7 @@ from image_cases import write_class_folders
 
 from fnet.privacy import PoissonSampling
 from train.data import Dataset, evaluation_batches, num_examples, training_batches
+from train.data.canaries import add_canaries
 from train.data.image_folder import ImageFolder
 from train.data.poisson import poisson_batches
 from train.data.unreadable import UnreadableFiles
@@ -70,8 +71,9 @@ def test_two_files_of_a_small_folder_do_not_end_the_run_unless_none_may_be_unrea
         for name in ("000.png", "002.png")
     ]
     dataset = load(folder, max_bad_fraction=0.0)
-    with pytest.raises(UserError, match="so far 2 of the 20 training files"):
-        UnreadableFiles(dataset, lines.append).look()
+    for files in (dataset, add_canaries(dataset, 5)):  # canaries are no files
+        with pytest.raises(UserError, match="so far 2 of the 20 training files"):
+            UnreadableFiles(files, lines.append).look()
 
 
 def test_counts_test_files_separately(folder):

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import io
 import json
 import os
 import re
@@ -10,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import report_cases
+from image_cases import write_image
+from PIL import Image
 from program_cases import exit_code, output_of
 from report_cases import EVIL, LINES, MEMORY, NOW, PNG, Page, line, page_of, written
 
@@ -19,7 +22,7 @@ from train.errors import UserError
 from train.output.curves import MOST_POINTS
 from train.output.plots import COLORS
 from train.report import render
-from train.report.runs import read_runs
+from train.report.runs import _thumbnail, read_runs
 from train.run.run_folder import RunFolder
 
 STYLE = (Path(report_package.__file__).parent / "style.css").read_text()
@@ -211,3 +214,9 @@ def test_the_command_reports_runs_and_refuses_folders_without_one(workplace, mak
     for flag in ("-h", "--help"):
         assert exit_code("report", folders[0], flag) == 0
         assert "--out" in capsys.readouterr().out
+
+
+def test_pictures_of_examples_have_96_pixels_along_their_longer_side(tmp_path):
+    write_image(tmp_path / "a.png", 0, (40, 20))
+    content = _thumbnail(str(tmp_path / "a.png")).removeprefix("data:image/jpeg;base64,")
+    assert sorted(Image.open(io.BytesIO(base64.b64decode(content))).size) == [48, 96]

@@ -6,7 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
@@ -14,11 +16,11 @@ import numpy as np
 import pytest
 from program_cases import exit_code, fnet_command, output_of
 
-from train.config import ArrayFile
-from train.errors import UserError
+from train.errors import TrainingError, UserError
 from train.run import distributed, loop
 
 pytestmark = pytest.mark.usefixtures("workplace")
+WATCH = distributed._watch
 
 
 def by_hand(port, processes, i):
@@ -152,31 +154,128 @@ def test_a_file_that_is_missing_in_one_process_ends_all_with_its_name(workplace)
     assert "Traceback" not in "".join(output)
 
 
-@pytest.mark.slow
-def test_refuses_other_data_in_another_process(workplace):
-    write_images(workplace / "a.npz", 100)
-    write_images(workplace / "b.npz", 50)
-    words = "tiny.py", "--mesh.data", 2, "--out", "both"
-    output, codes = together(2, *words, launcher=with_files("a.npz", "b.npz"))
-    assert codes == [2, 2], output
-    first, other = (len(ArrayFile(path=f"{n}.npz").load().train["id"]) for n in "ab")
-    for text in output:
-        count = f"{other} training and {50 - other} test examples, process 0 {first}"
-        assert f"data: process 1 has {count}" in text
-        assert "give every process the same data" in text
+def in_processes(monkeypatch, function, *given):
+    """Results or errors of a function in several processes that gather arrays: here, threads."""
+    here, barrier, arrays = threading.local(), threading.Barrier(len(given)), [None] * len(given)
+
+    def gather(own):
+        arrays[here.process] = own
+        barrier.wait(60)
+        every = np.stack(arrays)
+        barrier.wait(60)
+        return every
+
+    def run(process):
+        here.process = process
+        try:
+            return function(given[process])
+        except UserError as error:
+            return str(error)
+
+    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", gather)
+    with ThreadPoolExecutor(len(given)) as pool:
+        return [*pool.map(run, range(len(given)))]
 
 
-@pytest.mark.slow
-def test_gives_up_when_no_coordinator_answers():
-    port = free_port()
-    words = "--coordinator", f"localhost:{port}", "--processes", "2", "--process", "1"
-    command = [sys.executable, "-m", "train", "train", "tiny.py", *words, "--connect-timeout", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 2
-    waiting, ended = done.stderr.splitlines()
-    address = rf"localhost:{port}"
-    assert f"waiting for all 2 processes at {address} (process 0 does not answer: " in waiting
-    assert f"did not meet at {address} within 2 s (process 0 does not answer: " in ended
+def test_numbers_and_flags_of_all_processes_are_gathered(monkeypatch):
+    monkeypatch.setattr(distributed, "has_other_processes", lambda: True)
+    union, any_process = distributed.union, distributed.any_process
+    assert in_processes(monkeypatch, union, {3}, {0, 2, 7}, set()) == [{0, 2, 3, 7}] * 3
+    assert in_processes(monkeypatch, union, set(), set()) == [set()] * 2
+    assert in_processes(monkeypatch, any_process, False, True, False) == [True] * 3
+    assert in_processes(monkeypatch, any_process, False, False) == [False] * 2
+
+
+def test_refuses_other_data_in_another_process(monkeypatch):
+    data = {"train": 1080, "test": 20, "crc32": 2**32 - 1}
+    check = distributed.check_same_data
+    assert in_processes(monkeypatch, check, data, data, data) == [None] * 3
+    (refused,) = {*in_processes(monkeypatch, check, data, data, data | {"test": 10})}
+    what = "process 2 has 1,080 training and 10 test examples, process 0 1,080 training and 20 test"
+    assert what in refused
+    assert "give every process the same data" in refused
+    (refused,) = {*in_processes(monkeypatch, check, data, data | {"crc32": 5})}
+    assert "process 1 has other rows than process 0" in refused
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """What process 1 of several does to JAX's key-value store, and when and how it ends."""
+    store = SimpleNamespace(values={}, slept=[], left=[], ended=[], barriers=[])
+    store.key_value_set = store.values.__setitem__
+    store.key_value_dir_get = lambda folder: [
+        item for item in store.values.items() if item[0].startswith(f"{folder}/")
+    ]
+    store.wait_at_barrier = lambda *barrier: store.barriers.append(barrier)
+    monkeypatch.setattr(distributed, "_client", lambda: store)
+    monkeypatch.setattr(distributed, "has_other_processes", lambda: True)
+    monkeypatch.setattr(distributed, "_watch", lambda client, is_over: None)
+    monkeypatch.setattr(distributed, "_exit", store.ended.append)
+    monkeypatch.setattr(distributed.jax, "process_index", lambda: 1)
+    monkeypatch.setattr(distributed.time, "sleep", store.slept.append)
+    monkeypatch.setattr(distributed.atexit, "register", lambda *call: store.left.append(call))
+    return store
+
+
+def test_processes_meet_at_a_barrier_for_a_day(store):
+    distributed.wait_for_all("compiled")
+    assert store.barriers == [("fnet/compiled", 24 * 3600 * 1000)]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (UserError("no such file\nas named"), "2 no such file"),
+        (ValueError("a b"), "1 a b"),
+        (KeyboardInterrupt(), "1 KeyboardInterrupt"),
+    ],
+)
+def test_a_process_that_fails_says_why(store, error, said):
+    with pytest.raises(type(error)), distributed.together():
+        raise error
+    assert store.values == {"fnet/failed/1": said}
+    ((leave, code),) = store.left
+    assert code == int(said[0])
+    leave(code)
+    assert (store.ended, store.slept) == ([code], [])
+    distributed.jax.process_index = lambda: 0  # which has the store: the others read it first
+    leave(code)
+    assert store.slept == [4]
+
+
+LOST = "Gloo AllGather failed: Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+    ("others", "said", "message"),
+    [
+        ({}, f"1 {LOST}", rf"connection to another process was lost \({LOST}\); see the output"),
+        ({"2": "2 no file", "0": "1 b"}, "1 b", "^process 0 ended: b; see its output, and restart"),
+        ({"2": "2 no file"}, "1 no file", "^process 2 ended: no file; correct this, and restart"),
+        ({"0": f"1 {LOST}"}, f"1 {LOST}", "connection to another process was lost"),
+    ],
+)
+def test_a_lost_connection_is_explained_by_the_process_that_failed(store, others, said, message):
+    store.values |= {f"fnet/failed/{process}": reason for process, reason in others.items()}
+    with pytest.raises(TrainingError, match=message), distributed.together():
+        raise RuntimeError(LOST)
+    assert store.slept == [3]  # so that the other one has said it
+    assert store.values["fnet/failed/1"] == said
+
+
+def test_a_process_that_waits_ends_with_the_one_that_failed(store, capsys):
+    waits = []
+    over = SimpleNamespace(
+        wait=lambda seconds: waits.append(seconds) or len(waits) > 5 or bool(store.ended)
+    )
+    store.values["fnet/failed/1"] = "1 its own"
+    WATCH(store, over)
+    assert (waits, store.ended) == ([1] * 6, [])
+    store.values |= {"fnet/failed/2": "2 no file", "fnet/failed/3": "1 b"}
+    waits.clear()
+    WATCH(store, over)
+    assert (waits, store.ended) == ([1, 2, 1], [2])  # 2 s later: it may end for the same reason
+    assert "process 2 ended: no file; correct this" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -196,6 +295,36 @@ def test_a_killed_process_ends_the_others_with_one_line(workplace):
     assert "Traceback" not in output[0]
 
 
+class ThreadNow:  # which ends before `start` does
+    def __init__(self, target, daemon):
+        self.start = target
+
+
+@pytest.mark.parametrize(
+    ("process", "listens", "why"),
+    [
+        (0, False, ""),
+        (1, False, " (process 0 does not answer: Connection refused)"),
+        (1, True, " (process 0 answers)"),
+    ],
+)
+def test_a_process_that_stays_alone_says_whom_it_waits_for(
+    process, listens, why, store, monkeypatch, capsys
+):
+    monkeypatch.setattr(distributed.threading, "Thread", ThreadNow)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if listens:
+            server.listen()
+        at = f"127.0.0.1:{server.getsockname()[1]}"
+        with distributed._gives_up(at, 2, process, 0.01):
+            pass
+    waiting, ended = capsys.readouterr().err.splitlines()
+    assert f"waiting for all 2 processes at {at}{why}; gives up after 0.01 s" in waiting
+    assert f"all 2 processes did not meet at {at} within 0.01 s{why}; start each" in ended
+    assert store.ended == [2]
+
+
 @pytest.mark.parametrize("kind", [ValueError, jax.errors.JaxRuntimeError])
 def test_a_lost_connection_is_recognized_in_errors_of_jax_and_orbax(kind):
     where = "[external/gloo/gloo/transport/tcp/pair.cc:547]"
@@ -208,15 +337,6 @@ def test_a_lost_connection_is_recognized_in_errors_of_jax_and_orbax(kind):
 def test_distributed_without_a_cluster_explains_the_flags(capsys):
     assert exit_code("train", "tiny.py", "--distributed") == 2
     assert "give --coordinator HOST:PORT" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_refuses_processes_without_coordinator():
-    command = [sys.executable, "-m", "train", "train", "tiny.py", "--processes", "2"]
-    done = subprocess.run([*command, "--process", "0"], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 2
-    assert "give --coordinator HOST:PORT, --processes and --process" in done.stderr
-    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from train.config import (
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
 from train.run.mesh import Layout, layout
-from train.run.planning import compile_step, largest_batch, predict, reserve, residuals_by_layer
+from train.run.planning import compile_step, reserve, residuals_by_layer
 from train.run.setup import setup
 
 MESHES = [Mesh(data=4), Mesh(data=2, fsdp=2)]
@@ -193,20 +193,6 @@ def test_a_budget_is_per_device(workplace):
     chosen = planned.plan.chosen
     assert (chosen.policy.name, chosen.microbatches, chosen.peak.total) == ("none", 1, need)
     assert all(32 % (2 * c.microbatches) == 0 for c in planned.plan.candidates)
-
-
-@pytest.mark.slow
-def test_the_largest_batch_is_a_multiple_of_the_devices(workplace):
-    config = dataclasses.replace(CONFIG, model=Mlp(hidden=(8,)), data=Digits(batch_size=6))
-    run, lines = on(Mesh(data=2), config), []
-    room = 2 * predict(run).executable.report.peak.total
-    result = largest_batch(run, room, progress=lines.append)
-    size = result.run.config.data.batch_size
-    tried = {int(line.split()[5]): line.split(" needs ")[1] for line in lines}
-    assert all(n % 2 == 0 for n in tried)
-    assert tried[size] == memory.format_bytes(result.peak.total)
-    assert result.peak.total <= room
-    assert largest_batch(run, 1) is None
 
 
 @pytest.mark.parametrize(

@@ -148,9 +148,12 @@ def test_averages_over_a_window(monkeypatch):
     monkeypatch.setattr("train.run.metrics.time.perf_counter", lambda: float(next(clock)))
     meter = Meter(batch_size=8)  # starts at 0
     for loss in (1.0, 3.0):
-        take(meter, {"loss": np.float32(loss)})  # from 1 to 4
+        noise = {"grad_sq": 2 * loss, "grad_var": 6.0, "grad_sq/a": 0.0, "grad_var/a": 1.0}
+        take(meter, {name: np.float32(x) for name, x in (noise | {"loss": loss}).items()})  # 1 to 4
     means = meter.means(2)  # ends at 5
     assert (means["train/loss"], means["examples_per_second"]) == (2, 16 / 5)
+    assert means["train/noise_scale"] == 6 / 4  # of the means
+    assert "train/noise_scale/a" not in means
 
 
 def test_throughput_counts_neither_padding_nor_skipped_steps(monkeypatch):

@@ -219,3 +219,11 @@ def test_certain_errors_come_first_and_certain_hits_last():
     wrong, key = OneClass(dataset()).worst(examples, np.array([1, 1, 1, 1]))
     assert wrong.tolist() == [True, False, True, False]
     assert np.argsort(key).tolist() == [2, 0, 3, 1]
+    # Several labels: a wrong one is an error; among them, and among hits, by the loss.
+    examples = {"outputs": np.array([[0.9, 0.4], [0.6, 0.6], [0.2, 0.7]]), "loss": np.arange(3.0)}
+    wrong, key = Labels(dataset()).worst(examples, np.array([[1, 0], [1, 0], [0, 0]]))
+    assert wrong.tolist() == [False, True, True]
+    assert np.argsort(key).tolist() == [2, 1, 0]
+    wrong, key = Numbers(dataset()).worst({"loss": np.array([0.0, 2.0, 1.0])}, np.zeros((3, 1)))
+    assert wrong.tolist() == [False, True, True]
+    assert np.argsort(key).tolist() == [1, 2, 0]
