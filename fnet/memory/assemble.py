@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from fnet.jaxpr import evaluate, interpret, nbytes
 from fnet.memory.apply import evaluate_as
 from fnet.memory.buffers import BARRIER, Array, Operation, usage
-from fnet.memory.cost import ON_CPU, Cost, Rates, estimate_cost
+from fnet.memory.cost import Cost, Rates, estimate_cost
 from fnet.memory.estimate import Program
 from fnet.memory.regions import MOST_REGIONS, Division, divide
 from fnet.memory.tree import NOTHING, Window
@@ -68,12 +68,14 @@ class Step:
     Args:
       closed: The traced step, ``jitted.trace(...).jaxpr``.
       donated: Whether each argument is donated.
-      rates: Of the device that it is for.
+      rates: Of the accelerator that it is for, if it is one.
     """
 
-    def __init__(self, closed: ClosedJaxpr, donated: Sequence[bool], rates: Rates = ON_CPU) -> None:
+    def __init__(
+        self, closed: ClosedJaxpr, donated: Sequence[bool], rates: Rates | None = None
+    ) -> None:
         self._rates = rates
-        program = Program(on_cpu=rates == ON_CPU)
+        program = Program(on_cpu=rates is None)
         arguments = [Array(nbytes(v)) for v in closed.jaxpr.invars]
         self._results = program.run(closed, arguments)
         self._operations = program.operations
@@ -96,7 +98,7 @@ class Step:
         need = usage(assembly.operations, results, over)
         cost = self._cost.with_more(assembly.more)
         size = self.fixed + need.bytes + need.workspace
-        return size, self._rates.priced(cost, need.launches)
+        return size, self._rates.priced(cost, need.launches) if self._rates else cost
 
     @property
     def densities(self) -> list[float]:

@@ -33,7 +33,7 @@ class Cost(NamedTuple):
         per element of every other result.
       bytes: Bytes read and written: operands and results of matrix products and convolutions,
         results alone of other operations, which XLA fuses with their readers.
-      overhead: What the device takes besides, in the unit of `time`; see `Rates`.
+      overhead: What an accelerator takes besides, in the unit of `time`; see `Rates`.
     """
 
     flops: int
@@ -51,7 +51,7 @@ class Cost(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """FLOPs of a device's large products in the time that other work takes.
+    """FLOPs of an accelerator's matrix units in the time that other work takes.
 
     Attributes:
       bytes: While it moves a byte of a traced program.
@@ -68,12 +68,9 @@ class Rates(NamedTuple):
         return cls(MOVED * flops / peaks.bandwidth, peaks.launch * flops)
 
     def priced(self, cost: Cost, launches: int) -> Cost:
-        """A cost with what its bytes and its number of kernels take on the device."""
+        """A cost with what its bytes and its number of kernels take on the accelerator."""
         flops = self.bytes * cost.bytes + self.launch * launches
         return cost._replace(overhead=flops / FLOPS_PER_BYTE - cost.bytes)
-
-
-ON_CPU = Rates(bytes=FLOPS_PER_BYTE, launch=2e4)  # of scans of small products on two cores
 
 
 def estimate_cost(program: ClosedJaxpr | Jaxpr) -> Cost:

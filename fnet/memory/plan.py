@@ -13,7 +13,7 @@ import jax
 from fnet.cpu.options import WITHOUT_OPTIMIZED_CODE
 from fnet.cpu.tracing import traced_for
 from fnet.measured import OF_WINDOWS, STEP, TOO_HIGH, WORTH_COMPILING
-from fnet.memory.cost import ON_CPU, Cost, Rates, estimate_cost
+from fnet.memory.cost import Cost, Rates, estimate_cost
 from fnet.memory.peak import CANDIDATE_OPTIONS, Peak, peak
 from fnet.memory.remat import REMAT_POLICIES, Policy, policies_for
 from fnet.memory.search import Build, Option, Planner
@@ -240,7 +240,7 @@ def plan(
             regions,
             state_bytes,
             "offload" in supported,
-            ON_CPU if platform == "cpu" else Rates.of(peaks_of(target)),
+            None if platform == "cpu" else Rates.of(peaks_of(target)),
         ),
         limit=None if limit is None else limit - reserve,
         target=target,

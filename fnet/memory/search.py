@@ -17,7 +17,7 @@ from fnet.jaxpr import nbytes, place
 from fnet.jaxpr.primitives import made_bytes
 from fnet.memory.apply import Repeated
 from fnet.memory.assemble import Loss, Step, tagged
-from fnet.memory.cost import ON_CPU, Cost, Rates, equation_cost
+from fnet.memory.cost import Cost, Rates, equation_cost
 from fnet.memory.devices import is_on_devices, on_devices
 from fnet.memory.loops import loop_choices
 from fnet.memory.regions import MOST_REGIONS, ONE_ROW, Division
@@ -71,7 +71,7 @@ class Planner:
       regions: Whether rows may run in chunks.
       state_bytes: Bytes that each microbatch reads in addition.
       on_host: Whether arrays may be moved to the memory of the host.
-      rates: Of the device.
+      rates: Of an accelerator.
       reason: Why a part of the loss is not computed in chunks, as the end of a message.
       is_on_devices: Whether it plans what is inside of a `jax.shard_map`.
     """
@@ -84,7 +84,7 @@ class Planner:
         regions: bool,
         state_bytes: int,
         on_host: bool = False,
-        rates: Rates = ON_CPU,
+        rates: Rates | None = None,
     ) -> None:
         self.build, self.choices, self.named = build, choices, named
         self.regions, self.state_bytes, self._rates = regions, state_bytes, rates

@@ -151,7 +151,7 @@ def test_held_bytes_count_and_shapes_are_enough():
         held = jax.ShapeDtypeStruct((plain // 16,), jnp.float32)
         _, plan = memory.remat_to_fit(loss, plain, *shapes, held=held)
     assert plan.chosen.peak.total <= plain - 4 * (plain // 16)
-    assert plan.chosen.policy.name != "none"  # Without held bytes, the plain step fits.
+    assert plan.chosen.policy.chunks > 1  # Without held bytes, the plain step fits.
 
 
 OPTIMIZERS = {

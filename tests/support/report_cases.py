@@ -106,9 +106,10 @@ def make_run(place, name="run", *, config=None, lines=None, summary=True, memory
     if memory:
         folder.write(folder.memory, MEMORY | (memory if memory is not True else {}))
     for path, content in dict(files).items():
-        owner = f'{{"run": "{folder.id}", '.encode()
-        is_object = content.startswith(b"{") and path.endswith(".json")
-        (folder.path / path).write_bytes(content.replace(b"{", owner, 1) if is_object else content)
+        if isinstance(content, dict):
+            folder.write(folder.path / path, content)
+        else:
+            (folder.path / path).write_bytes(content)
     return folder
 
 

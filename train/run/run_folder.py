@@ -42,7 +42,6 @@ _OTHER_FOLDER, _PRIVATE = "choose another folder with --out", "private"
 
 class _Owner(Stored):
     run: str | None = None
-    checksum: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +135,7 @@ class RunFolder:
 
     @property
     def id(self) -> str | None:
-        """Id of the run; None of one that an earlier version wrote."""
+        """Id of the run; None before its config.json is written."""
         if self._id is None and (owner := stored.read(_Owner, self.config)):
             self._id = owner.run
         return self._id
@@ -150,7 +149,7 @@ class RunFolder:
         if (owner := stored.read(_Owner, path)) is None:
             return None
         self.check_owner(owner.run, path)
-        return stored.parse(kind, read_sealed(path, always=owner.checksum is not None), path)
+        return stored.parse(kind, read_sealed(path), path)
 
     def read_log(self, path: Path, kind: type[Stored] = MetricsLine) -> Log:
         """Read a .jsonl file of the run."""
@@ -317,7 +316,7 @@ class RunFolder:
 
     def write_config(self, config: Config) -> None:
         """Write config.json, which makes the folder a run's."""
-        if self.id is None and not self.config.exists():  # a run of an earlier version gets none
+        if self.id is None:
             self._id = secrets.token_hex(8)
         with writing(self.path, _OTHER_FOLDER):
             self._begin(config)
@@ -439,18 +438,17 @@ def unseal(sealed: Any) -> dict[str, Any]:
       ValueError: if they are not what was sealed.
     """
     if not isinstance(sealed, dict) or "checksum" not in sealed:
-        raise ValueError("an earlier version wrote it, or it is damaged")
+        raise ValueError("it is damaged: it has no checksum")
     content = {name: value for name, value in sealed.items() if name != "checksum"}
     if sealed["checksum"] != _checksum(content):
         raise ValueError("it is damaged: its checksum differs from its contents'")
     return content
 
 
-def read_sealed(path: Path, *, always: bool = True) -> dict[str, Any]:
-    """Read a JSON file with a checksum, which one of an earlier version may lack."""
-    content = stored.parse(dict[str, Any], stored.read_bytes(path), path)
+def read_sealed(path: Path) -> dict[str, Any]:
+    """Read a JSON file with a checksum."""
     try:
-        return unseal(content) if always else content
+        return unseal(stored.parse(dict[str, Any], stored.read_bytes(path), path))
     except ValueError as error:
         raise StoredError(path, error) from error
 

@@ -155,7 +155,7 @@ def test_a_step_without_residuals_and_timeline_has_a_memory_section(make):
 
 def test_memory_of_an_older_version_is_named_and_the_rest_is_shown(make):
     older = {name: value for name, value in MEMORY.items() if name != "residuals"}
-    page = page_of(make(files={"memory.json": json.dumps(older | {"kept": []}).encode()}))
+    page = page_of(make(files={"memory.json": older | {"kept": []}}))
     assert "memory.json cannot be read: residuals: Field required." in page.words
     assert page.facts["predicted peak"] == "3.00 MiB"
 
@@ -233,9 +233,7 @@ def test_a_language_model_has_perplexity_and_no_examples(make, model):
     assert "examples" not in [e.attributes.get("id") for e in page.all("section")]
     assert "Examples" not in page.all("nav")[0].inside
     evaluation = {"step": 40, "metrics": {"test/loss": 2.5}, "options": {}}
-    folder = make(
-        "evaluated", config=config, files={"evaluation.json": json.dumps(evaluation).encode()}
-    )
+    folder = make("evaluated", config=config, files={"evaluation.json": evaluation})
     assert "fnet eval at step 40: loss 2.5" in page_of(folder).section("evaluation")
 
 
@@ -292,7 +290,7 @@ def test_classes_are_listed_from_the_lowest(make):
         {"name": "sky", "pixels": 50, "iou": 0.25},
     ]
     content = {"step": 40, "options": {}, "metrics": {"test/mean_iou": 0.5}, "classes": classes}
-    page = page_of(make(files={"evaluation.json": json.dumps(content).encode()}))
+    page = page_of(make(files={"evaluation.json": content}))
     assert "fnet eval at step 40: mean IoU 50.00%." in page.section("examples")
     assert [row.cells for row in page.all("tr")[-2:]] == [
         ["sky", "25.00%50 pixels"],

@@ -62,15 +62,14 @@ def test_no_text_of_a_file_becomes_part_of_the_page(make):
         "classes": [{"name": EVIL, "examples": 1, "accuracy": 0}],
     }
     bad = {"step": 3, "loss": EVIL, "grad_norm": EVIL, "origin": EVIL, "examples": [EVIL]}
-    files = {"evaluation.json": evaluated, "bad_steps.jsonl": bad}
+    files = {"evaluation.json": evaluated, "bad_steps.jsonl": json.dumps(bad).encode()}
     folder = make(
         EVIL.replace("/", ""),
         lines=lines,
         memory=memory,
         summary={"versions": {EVIL: EVIL}},
         config=Config(data=ImageFolder(path=EVIL)),
-        files={name: json.dumps(content).encode() for name, content in files.items()}
-        | {".lock": EVIL.encode()},
+        files=files | {".lock": EVIL.encode()},
     )
     for folders in ([folder], [folder, make("b")]):
         page = page_of(*folders)
