@@ -44,6 +44,7 @@ from fnet.jaxpr import (
     is_indexing,
     is_linear_in,
     lengthen,
+    place,
     row_of,
     rows_by_position,
     separate_factor,
@@ -74,6 +75,7 @@ def _linear_operands(eqn: JaxprEqn, sums: Sequence[int]) -> set[int] | None:
     return None
 
 
+States = Sequence[Any]
 Rule = tuple[list[ClosedJaxpr], list[Any]]
 """The derivative rule of a function, as programs, and the states of tangents or residuals.
 
@@ -172,38 +174,33 @@ class RowAxes(BatchAxes):
     def _unknown(self, eqn: JaxprEqn) -> list[Any]:
         return [Unknown(eqn.primitive.name, source_line(eqn))] * len(eqn.outvars)
 
-    def rule(
-        self, eqn: JaxprEqn, states: Sequence[Any], results: Sequence[Any], floating: list[int]
-    ) -> Rule | None:
+    def rule(self, eqn: JaxprEqn, states: States, results: States, over: list[int]) -> Rule | None:
         """Return the derivative rule of an equation; None if it does not keep rows apart."""
         key = eqn, tuple(s if isinstance(s, BatchAxis) else None for s in states)
         if key not in self.rules:
-            self.rules[key] = self._find_rule(eqn, states, results, floating)
+            self.rules[key] = self._rule(eqn, states, results, over)
         return self.rules[key]
 
-    def _find_rule(
-        self, eqn: JaxprEqn, states: Sequence[Any], results: Sequence[Any], floating: list[int]
-    ) -> Rule | None:
+    def _rule(self, eqn: JaxprEqn, states: States, results: States, over: list[int]) -> Rule | None:
         differentiable = _inexact(eqn.outvars)
-        programs = _derivative_programs(eqn, floating)
+        programs = _derivative_programs(eqn, over)
         if _reads_traced_arrays(programs):
             return None
-        analysis, count = RowAxes(self.batch_size), len(eqn.outvars)
-        is_forward = len(programs) == 1
+        analysis, is_forward = RowAxes(self.batch_size), len(programs) == 1
         tangents = [s if isinstance(s, BatchAxis) else Shared() for s in states]
-        more = [tangents[i] for i in floating if is_forward]
+        more = [tangents[i] for i in over if is_forward]
         wanted = [*results, *(results[i] for i in differentiable if is_forward)]
         found = analysis.run(programs[0], [*states, *more])
         if not _agree(found[: len(wanted)], wanted):
             return None
         if is_forward:
             return programs, more
-        residuals = found[count:]
+        residuals = found[len(results) :]
         if any(not isinstance(state, BatchAxis | Shared) for state in residuals):
             return None
         cotangents = [found[i] for i in differentiable]
         found = analysis.run(programs[1], [*residuals, *cotangents])
-        wanted = [_of_cotangent(states[i]) for i in floating]
+        wanted = [_of_cotangent(states[i]) for i in over]
         return (programs, residuals) if _agree(found, wanted) else None
 
 
@@ -320,6 +317,9 @@ class Value(NamedTuple):
     array: Any
 
 
+Change = Callable[[Var, Value], Value]
+
+
 class _Later(NamedTuple):
     """A result of an equation of whole values, which is computed where it is used.
 
@@ -341,7 +341,7 @@ def run_rows(
     args: Sequence[Value],
     part: Part,
     axes: RowAxes,
-    change: Callable[[Var, Value], Value] | None = None,
+    change: "Change | None" = None,
 ) -> "tuple[_Interpreter, list[Value]]":
     """Execute a program for some rows.
 
@@ -369,11 +369,7 @@ class _Interpreter(Executor[Value]):
     """
 
     def __init__(
-        self,
-        part: Part,
-        axes: RowAxes,
-        change: Callable[[Var, Value], Value] | None = None,
-        is_rule: bool = False,
+        self, part: Part, axes: RowAxes, change: "Change | None" = None, is_rule: bool = False
     ) -> None:
         self.part, self.axes, self._change, self.is_rule = part, axes, change, is_rule
         self.scope = object()
@@ -574,19 +570,12 @@ class _Interpreter(Executor[Value]):
             found = self.axes.rule(eqn, inputs, results, floating)
             if found is None:
                 raise ValueError(
-                    f"the derivative of the derivative of {eqn.primitive.name} at "
-                    f"{source_line(eqn)} is not known for a part of the rows; a loss that is "
-                    "differentiated again must run whole, without a plan"
+                    f"the derivative of the derivative of {place(eqn)} is not known for a part of "
+                    "the rows; a loss that is differentiated again must run without a plan"
                 )
             return found
 
-        def run(
-            start: Any,
-            closed: ClosedJaxpr,
-            arrays: Sequence[Any],
-            given: Sequence[Any],
-            wanted: Sequence[Any],
-        ) -> list[Any]:
+        def run(start: Any, closed: ClosedJaxpr, arrays: Any, given: Any, wanted: Any) -> list[Any]:
             interpreter = _Interpreter(self.part._replace(start=start), plain, is_rule=True)
             found = interpreter.run(closed, interpreter.lifted(arrays, given))
             return interpreter.lowered(found, wanted, closed.jaxpr.outvars)
