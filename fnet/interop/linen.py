@@ -112,22 +112,17 @@ class InPlaceABN(nn.Module):
         if self.use_bias:
             bias = self.param("bias", self.bias_init, shape, self.param_dtype)
 
-        dtype = jnp.result_type(x, scale, bias) if self.dtype is None else self.dtype
-        y, new_mean, new_var = abn(
-            jnp.asarray(x, dtype),
-            scale,
-            bias,
-            mean.value,
-            var.value,
-            train=train,
-            activation=self.activation,
-            activation_param=self.activation_param,
-            eps=self.epsilon,
-            decay=self.momentum,
-            axis=self.axis,
-            mask=mask,
-            axis_name=self.axis_name if train else None,
-        )
+        y: Array
+        y, *updated = abn_of(self, x, scale, bias, mean.value, var.value, train=train, mask=mask)
         if train:
-            mean.value, var.value = new_mean, new_var
+            mean.value, var.value = updated
         return y
+
+
+def abn_of(module: Any, x: Array, scale: Array, bias: Array, *stats: Array, **given: Any) -> Any:
+    """`fnet.abn` with the options of a module; ``given`` are ``train`` and ``mask``."""
+    dtype = jnp.result_type(x, scale, bias) if module.dtype is None else module.dtype
+    given |= {"activation": module.activation, "activation_param": module.activation_param}
+    given |= {"eps": module.epsilon, "decay": module.momentum, "axis": module.axis}
+    axis_name = module.axis_name if given["train"] else None
+    return abn(jnp.asarray(x, dtype), scale, bias, *stats, axis_name=axis_name, **given)

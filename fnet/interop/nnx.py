@@ -11,8 +11,9 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float
 
+from fnet.interop.linen import abn_of
 from fnet.layers import activations
-from fnet.layers.abn import AxisName, abn
+from fnet.layers.abn import AxisName
 
 
 class InPlaceABN(nnx.Module):
@@ -120,24 +121,11 @@ class InPlaceABN(nnx.Module):
         scale = jnp.ones(shape, jnp.float32) if self.scale is None else self.scale[...]
         bias = jnp.zeros(shape, jnp.float32) if self.bias is None else self.bias[...]
 
-        dtype = jnp.result_type(x, scale, bias) if self.dtype is None else self.dtype
-        y, mean, var = abn(
-            jnp.asarray(x, dtype),
-            scale,
-            bias,
-            self.mean[...],
-            self.var[...],
-            train=train,
-            activation=self.activation,
-            activation_param=self.activation_param,
-            eps=self.epsilon,
-            decay=self.momentum,
-            axis=self.axis,
-            mask=mask,
-            axis_name=self.axis_name if train else None,
-        )
+        stats = self.mean[...], self.var[...]
+        y: Array
+        y, *updated = abn_of(self, x, scale, bias, *stats, train=train, mask=mask)
         if train:
-            self.mean[...], self.var[...] = mean, var
+            self.mean[...], self.var[...] = updated
         return y
 
     def set_view(self, use_running_average: bool | None = None) -> None:
