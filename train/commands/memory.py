@@ -12,7 +12,7 @@ from train.config import Config
 from train.errors import UserError, writing
 from train.output import plots
 from train.output.memory_tables import StepMemory, memory_tables, plan_summary, plan_table
-from train.output.progress import compiling, line_printer
+from train.output.progress import line_printer, showing
 from train.output.tables import to_rich
 from train.platform import use_cpu
 from train.run import planning
@@ -53,7 +53,7 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
     for note in run.notes:
         log(note)
 
-    with compiling(console) as show:
+    with showing(console, "compiling; a large network takes minutes on a CPU") as show:
         predictions = [
             predict_on(run, target, largest=find_batch_size, progress=show) for target in targets
         ]

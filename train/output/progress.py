@@ -1,14 +1,15 @@
 """Progress of a run: one line at the bottom of a terminal, or a line per interval in a log."""
 
 import contextlib
-import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
+from rich.progress import Progress as Bars
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -70,10 +71,8 @@ def fit(fields: list[Field], width: int) -> tuple[int, str]:
 
 def line_printer(console: Console) -> Callable[[str], None]:
     """Return a function that prints a line verbatim, without markup or line breaks."""
-    show = functools.partial(
-        console.print, highlight=False, soft_wrap=True, markup=False, emoji=False
-    )
-    return lambda line: show(printable(line))
+    plain: Any = dict.fromkeys(("highlight", "markup", "emoji"), False)
+    return lambda line: console.print(printable(line), soft_wrap=True, **plain)
 
 
 def show_table(console: Console, table: tables.Table, lines: Iterable[str]) -> None:
@@ -91,18 +90,19 @@ def showing(
 ) -> Iterator[Callable[[str], None]]:
     """Show a text at the bottom of a terminal, or as a line of a log; yield what shows another."""
     if console.is_terminal:
-        with console.status(text) as shown:
-            yield shown.update
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            TimeElapsedColumn(),
+        )
+        with Bars(*columns, console=console, transient=True) as shown:
+            number = shown.add_task(text, total=None)
+            yield lambda text: shown.update(number, description=text)
     else:
         log = line_printer(console)
         if log_first:
             log(text)
         yield log
-
-
-def compiling(console: Console) -> contextlib.AbstractContextManager[Callable[[str], None]]:
-    """Show that programs are compiled."""
-    return showing(console, "compiling; a large network takes minutes on a CPU")
 
 
 class Progress:

@@ -25,7 +25,7 @@ from train.data import PREFETCHED_BATCHES
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
 from train.output.memory_tables import describe_candidate
-from train.output.progress import compiling, line_printer
+from train.output.progress import line_printer, showing
 from train.output.tables import Table
 from train.run import process_memory
 from train.run.checkpoints import compile_checksums, without_frozen
@@ -551,10 +551,10 @@ def compile_programs(
         nothing fits, or a policy that this device does not support.
       DonationError: if the step would not update the state in place.
     """
-    with compiling(console) as show, ThreadPoolExecutor(1) as threads, ExitStack() as stack:
-        # Traces are many objects that stay: to look for garbage took a tenth of a second start.
+    what = "compiling 2 programs, train step and initial values; a large network takes minutes"
+    with showing(console, what) as show, ThreadPoolExecutor(1) as threads, ExitStack() as stack:
         stack.callback(gc.set_threshold, *gc.get_threshold())
-        gc.set_threshold(50_000, 2, 2)
+        gc.set_threshold(50_000, 2, 2)  # traces stay: a tenth of a second start looked for garbage
 
         def evaluation(microbatches: int) -> Evaluator:
             # With several crops per image, fewer images make a batch of the size of a microbatch.
