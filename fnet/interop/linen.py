@@ -9,8 +9,9 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float
 
+from fnet.interop.norm_conversion import abn_of
 from fnet.layers import activations
-from fnet.layers.abn import AxisName, abn
+from fnet.layers.abn import AxisName
 
 
 class InPlaceABN(nn.Module):
@@ -117,12 +118,3 @@ class InPlaceABN(nn.Module):
         if train:
             mean.value, var.value = updated
         return y
-
-
-def abn_of(module: Any, x: Array, scale: Array, bias: Array, *stats: Array, **given: Any) -> Any:
-    """`fnet.abn` with the options of a module; ``given`` are ``train`` and ``mask``."""
-    dtype = jnp.result_type(x, scale, bias) if module.dtype is None else module.dtype
-    given |= {"activation": module.activation, "activation_param": module.activation_param}
-    given |= {"eps": module.epsilon, "decay": module.momentum, "axis": module.axis}
-    axis_name = module.axis_name if given["train"] else None
-    return abn(jnp.asarray(x, dtype), scale, bias, *stats, axis_name=axis_name, **given)

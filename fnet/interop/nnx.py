@@ -11,7 +11,7 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float
 
-from fnet.interop.linen import abn_of
+from fnet.interop.norm_conversion import abn_of
 from fnet.layers import activations
 from fnet.layers.abn import AxisName
 

@@ -1,8 +1,12 @@
-"""Conversion of trained weights between in-place and plain batch norm."""
+"""In-place and plain batch norm of other libraries: layers, and conversion of trained weights."""
 
 import re
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+
+from fnet.layers.abn import abn
 
 EPS = 1e-5
 """Epsilon of `fnet.abn` and of torch's norms."""
@@ -73,3 +77,12 @@ def convolution_before(gamma: str) -> str | None:
     if match := _SERIAL_NORM.fullmatch(gamma):
         return f"{match[1]}{int(match[2]) - 1}.kernel"
     return None
+
+
+def abn_of(module: Any, x: Any, *arrays: Any, train: bool, mask: Any) -> Any:
+    """`fnet.abn` with the options of a module."""
+    dtype = jnp.result_type(x, *arrays[:2]) if module.dtype is None else module.dtype
+    given = {name: getattr(module, name) for name in ("activation", "activation_param", "axis")}
+    given |= {"eps": module.epsilon, "decay": module.momentum, "train": train, "mask": mask}
+    axis_name = module.axis_name if train else None
+    return abn(jnp.asarray(x, dtype), *arrays, axis_name=axis_name, **given)
