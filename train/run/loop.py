@@ -22,7 +22,7 @@ from train.data import num_examples
 from train.data.unreadable import UnreadableFiles
 from train.errors import TrainingError, UserError
 from train.output.logged import BadStep, read_log, read_metrics
-from train.output.memory_tables import StepMemory
+from train.output.memory_tables import PHASES, StepMemory
 from train.output.progress import Progress, line_printer
 from train.output.rows import as_csv
 from train.run import distributed, examples, results, tracking, weight_files
@@ -301,8 +301,9 @@ class _Loop:
         with self._meter.paused(), progress.doing("describing"), self.high_water.without():
             report, folder = self.programs.finish(), self.folder
             folder.write(folder.memory, report)
-            title = f"{self.run.config.name}: memory of a train step"
-            output.plots.memory(StepMemory.model_validate(report), title, folder.memory_picture)
+            stored, picture = StepMemory.model_validate(report), folder.memory_picture
+            output.plots.memory(stored, f"{self.run.config.name}: memory of a train step", picture)
+            self.log(f"memory of a step{PHASES.get(stored.peak_phase, '')}: {picture}")
             examples.draw_augmented(self.run, folder.augmented)
             tracker.draw(self.start.step, folder.augmented)
 

@@ -176,8 +176,7 @@ def describe_results(run: Setup, summary: Mapping[str, Any]) -> list[str]:
     """Describe the results of a finished run in lines, from the contents of summary.json."""
     predicted, measured = summary["peak_bytes_predicted"], summary["peak_bytes_seen"]
     memory = f"peak memory {format_bytes(measured)}, predicted {format_bytes(predicted)}"
-    if run.devices > 1:
-        memory += " per device"
+    memory += " per device" * (run.devices > 1)
     if jax.default_backend() == "cpu":
         estimate = format_bytes(overhead(run).always)
         memory += f"{_of_process(run)}, {estimate} of it an estimate of all but the step's arrays"
