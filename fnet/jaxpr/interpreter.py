@@ -111,18 +111,19 @@ def _as_array(a: Any) -> Any:
 
 
 def differentiate(
-    eqn: JaxprEqn, inputs: Sequence[Any], operands: Sequence[int]
-) -> tuple[list[Any], Callable[[Sequence[Any]], Sequence[Any]]]:
-    """Evaluate one equation and differentiate it in reverse mode.
+    eqn: JaxprEqn, inputs: Sequence[Any], operands: Sequence[int], transform: Any = jax.vjp
+) -> tuple[list[Any], Any]:
+    """Evaluate one equation and differentiate it, in reverse mode by default.
 
     Args:
       eqn: an equation of any jaxpr.
       inputs: one array per input.
       operands: indices of the inputs to differentiate with respect to.
+      transform: `jax.vjp`, or what calls `jax.jvp` for the same arguments.
 
     Returns:
       One array per output, and the function from cotangents of the inexact outputs to cotangents
-      of the operands.
+      of the operands, or the tangents of the inexact outputs.
     """
 
     def function(*chosen: Any) -> tuple[list[Any], list[Any]]:
@@ -130,8 +131,8 @@ def differentiate(
         outputs = evaluate(eqn, list(given.values()))
         return [a for a in outputs if jnp.issubdtype(a.dtype, jnp.inexact)], outputs
 
-    _, vjp, outputs = jax.vjp(function, *(inputs[i] for i in operands), has_aux=True)
-    return outputs, vjp
+    _, derivative, outputs = transform(function, *(inputs[i] for i in operands), has_aux=True)
+    return outputs, derivative
 
 
 @functools.cache

@@ -227,18 +227,15 @@ def _inexact(atoms: Sequence[Any]) -> list[int]:
 def _derivative_programs(eqn: JaxprEqn, floating: Sequence[int]) -> list[ClosedJaxpr]:
     """Trace the derivative rule of an equation: the programs of `Rule`."""
     inputs = [aval(v) for v in eqn.invars]  # inside of `jax.shard_map` with the axes they vary over
-    differentiable = _inexact(eqn.outvars)
     if eqn.primitive.name.startswith("custom_jvp"):
 
         def with_tangents(*arrays: Any) -> list[Any]:
-            def function(*chosen: Any) -> tuple[list[Any], list[Any]]:
-                given = dict(enumerate(primals)) | dict(zip(floating, chosen, strict=True))
-                outputs = evaluate(eqn, list(given.values()))
-                return [outputs[i] for i in differentiable], outputs
-
             primals, tangents = arrays[: len(inputs)], arrays[len(inputs) :]
-            chosen = [primals[i] for i in floating]
-            _, found, outputs = jax.jvp(function, chosen, list(tangents), has_aux=True)
+
+            def jvp(f: Any, *chosen: Any, has_aux: bool) -> Any:
+                return jax.jvp(f, chosen, tangents, has_aux=has_aux)
+
+            outputs, found = differentiate(eqn, primals, floating, jvp)
             return [*outputs, *found]
 
         return [jax.make_jaxpr(with_tangents)(*inputs, *(inputs[i] for i in floating))]
