@@ -12,18 +12,8 @@ import pytest
 from equation_cases import NOT_RUN, WITHOUT_ROW, equations
 from jax.extend.core import Literal, Primitive
 
-from fnet.jaxpr import (
-    Factor,
-    aval,
-    factors,
-    is_elementwise,
-    is_identity,
-    is_linear_in,
-    lengthen,
-    moves_elements,
-    places_once,
-    slope,
-)
+from fnet import jaxpr
+from fnet.jaxpr import slope
 from fnet.jaxpr.axes import ROWS
 
 pytestmark = pytest.mark.usefixtures("allow_key_reuse", "allow_rank_promotion")
@@ -109,7 +99,7 @@ class Axis:
         eqn = self.equation.eqn
         pairs = [*zip(eqn.invars, self.factor.operands, strict=True)]
         pairs += zip(eqn.outvars, self.factor.results, strict=True)
-        sizes = {(aval(v).shape or (1,))[axis] for v, axis in pairs if axis is not None}
+        sizes = {(jaxpr.aval(v).shape or (1,))[axis] for v, axis in pairs if axis is not None}
         return sizes.pop() if len(sizes) == 1 else 0
 
     def change(self, arrays, axes, f):
@@ -211,7 +201,7 @@ SUM_BUT_UNKNOWN = {"psum", "reduce", "reduce_and", "reduce_or", "scatter", "scat
 )
 def test_factors(name):
     for equation in equations(name, 2):
-        for factor in factors(equation.eqn):
+        for factor in jaxpr.factors(equation.eqn):
             assert len(factor.operands) == len(equation.eqn.invars)
             assert len(factor.results) == len(equation.eqn.outvars)
             if factor.is_separate:
@@ -242,11 +232,11 @@ def test_a_longer_axis_equals_vmap(name):
 
         def join(columns, axes, atoms, first=first):
             return [
-                own[0] if axis is None else merged(own, axis, first, not aval(v).shape)
+                own[0] if axis is None else merged(own, axis, first, not jaxpr.aval(v).shape)
                 for own, axis, v in zip(columns, axes, atoms, strict=True)
             ]
 
-        for factor in factors(eqn):
+        for factor in jaxpr.factors(eqn):
             own = [
                 v for v, axis in zip(eqn.invars, factor.operands, strict=True) if axis is not None
             ]
@@ -257,17 +247,17 @@ def test_a_longer_axis_equals_vmap(name):
             rows = [[own[0]] * B if axis is None else own for own, axis in rows]
             columns = [*zip(*map(equation.run, zip(*rows, strict=True)), strict=True)]
             operands = join(draws, factor.operands, eqn.invars)
-            results = equation.run(operands, lengthen(eqn, factor, B))
+            results = equation.run(operands, jaxpr.lengthen(eqn, factor, B))
             expected = join(columns, factor.results, eqn.outvars)
             assert all(map(close, results, expected)), f"{factor} of {eqn}"
 
 
 def test_a_longer_axis_of_copies():
     (equation,) = equations("broadcast_in_dim", 1)[:1]
-    factor = Factor((None,), (0,))
-    assert factor in factors(equation.eqn)
-    assert not places_once(equation.eqn)
-    longer = equation.run(equation.draws[0], lengthen(equation.eqn, factor, 2))
+    factor = jaxpr.Factor((None,), (0,))
+    assert factor in jaxpr.factors(equation.eqn)
+    assert not jaxpr.places_once(equation.eqn)
+    longer = equation.run(equation.draws[0], jaxpr.lengthen(equation.eqn, factor, 2))
     assert close(longer[0], np.concatenate(equation.run(equation.draws[0]) * 2))
 
 
@@ -276,8 +266,8 @@ def test_a_longer_axis_of_copies():
 def test_operands_that_are_repeated(name):
     for equation in equations(name, 1):
         (draw,), eqn = equation.draws, equation.eqn
-        shape = aval(eqn.outvars[0]).shape
-        whole = [k for k in inputs(eqn) if aval(eqn.invars[k]).shape == shape]
+        shape = jaxpr.aval(eqn.outvars[0]).shape
+        whole = [k for k in inputs(eqn) if jaxpr.aval(eqn.invars[k]).shape == shape]
         for k in whole if shape and len(whole) > 1 else ():
             ones = [a[:1] if i == k else a for i, a in enumerate(draw)]
             copies = jnp.broadcast_to(jnp.asarray(draw[k][:1]), shape)
@@ -304,7 +294,7 @@ def in_double(a):
 def is_linear(equation, operands):
     """Whether the results are additive and homogeneous in these operands."""
     first, second, third, *_ = equation.draws
-    arrays = [*(first[k] for k in operands), *(aval(v) for v in equation.eqn.outvars)]
+    arrays = [*(first[k] for k in operands), *(jaxpr.aval(v) for v in equation.eqn.outvars)]
     if not all(jnp.issubdtype(a.dtype, jnp.number) for a in arrays):
         return False
 
@@ -326,7 +316,7 @@ def is_linear(equation, operands):
 
 def tolerance(eqn):
     """Rounding to bfloat16 counts as linear."""
-    is_rounded = any(aval(v).dtype == jnp.bfloat16 for v in eqn.outvars)
+    is_rounded = any(jaxpr.aval(v).dtype == jnp.bfloat16 for v in eqn.outvars)
     return 0.05 if is_rounded or eqn.params.get("mantissa_bits") == 7 else 1e-5
 
 
@@ -355,7 +345,7 @@ def test_linearity(name):
         own = inputs(equation.eqn)
         for count in range(1, len(own) + 1):
             for operands in itertools.combinations(own, count):
-                claimed = is_linear_in(equation.eqn, operands)
+                claimed = jaxpr.is_linear_in(equation.eqn, operands)
                 if claimed or (name, operands) not in LINEAR_BUT_UNKNOWN:
                     assert claimed == is_linear(equation, operands), (operands, str(equation.eqn))
 
@@ -363,7 +353,7 @@ def test_linearity(name):
 def slope_of(equation, operand):
     """The number c if results are ``c x + d`` for several x, with any d; else None."""
     first, second, third, *_ = equation.draws
-    arrays = [aval(v) for v in (equation.eqn.invars[operand], *equation.eqn.outvars)]
+    arrays = [jaxpr.aval(v) for v in (equation.eqn.invars[operand], *equation.eqn.outvars)]
     if len({a.shape for a in arrays}) > 1 or not all(map(is_float, arrays)):
         return None
     change = in_double(second[operand]) - in_double(first[operand])
@@ -415,7 +405,7 @@ def depends_on_one_element(equation):
     """Whether each element of the results follows from the same elements of the operands."""
     first, second, *_ = equation.draws
     eqn, first_axis = equation.eqn, 0 if equation.mesh is None else 1
-    shapes = {aval(v).shape for v in eqn.outvars}
+    shapes = {jaxpr.aval(v).shape for v in eqn.outvars}
     if len(shapes) > 1:
         return False
     (shape,) = shapes
@@ -425,7 +415,7 @@ def depends_on_one_element(equation):
         pairs = zip(own, shape, strict=False)
         return not own or (len(own) == len(shape) and all(a in (1, b) for a, b in pairs))
 
-    if not all(broadcasts(aval(v).shape) for v in eqn.invars):
+    if not all(broadcasts(jaxpr.aval(v).shape) for v in eqn.invars):
         return False
 
     def select(chosen, a, b):
@@ -438,7 +428,7 @@ def depends_on_one_element(equation):
         pairs = zip(first, second, eqn.invars, strict=True)
         return equation.run(
             [
-                from_host(select(chosen, a, b), a) if aval(v).shape == shape else a
+                from_host(select(chosen, a, b), a) if jaxpr.aval(v).shape == shape else a
                 for a, b, v in pairs
             ]
         )
@@ -498,22 +488,29 @@ def moves_to_one_place(equation):
 
 IDENTITIES = {name for name in NAMES if ROWS[name].is_identity}
 BUT_UNKNOWN = {
-    is_elementwise: IDENTITIES
+    jaxpr.is_elementwise: IDENTITIES
     | {"bitcast_convert_type", "pmax", "pmin", "ppermute", "psum", "psum_invariant"}
     # Of one element, or with other arrays fixed.
     | {"broadcast_in_dim", "dynamic_update_slice", "iota", "random_bits", "random_split"}
     | {"reshape", "scatter"},
-    is_identity: {"copy", "name", "stop_gradient", "nextafter"},
-    moves_elements: {"nextafter", "ppermute", "reduce_window_sum", "scatter", "select_n", "tie"},
-    places_once: {"pad", "ppermute", "sort"},
+    jaxpr.is_identity: {"copy", "name", "stop_gradient", "nextafter"},
+    jaxpr.moves_elements: {
+        "nextafter",
+        "ppermute",
+        "reduce_window_sum",
+        "scatter",
+        "select_n",
+        "tie",
+    },
+    jaxpr.places_once: {"pad", "ppermute", "sort"},
 }
 """Rows for which more is true than they say."""
 
 CONFIRMED = {
-    is_elementwise: depends_on_one_element,
-    is_identity: is_same,
-    moves_elements: moves,
-    places_once: moves_to_one_place,
+    jaxpr.is_elementwise: depends_on_one_element,
+    jaxpr.is_identity: is_same,
+    jaxpr.moves_elements: moves,
+    jaxpr.places_once: moves_to_one_place,
 }
 
 
@@ -534,17 +531,17 @@ def test_attention_of_cudnn_computes_each_example_alone():
         (eqn,) = jax.make_jaxpr(lambda *a, p=params: attention.bind(*a, **p))(*arrays).eqns
         axes = tuple(0 if i in present else None for i in range(10))
         expected = [(axes, (0, 0))] if is_known else []
-        assert [(f.operands, f.results) for f in factors(eqn)] == expected
+        assert [(f.operands, f.results) for f in jaxpr.factors(eqn)] == expected
 
 
 @pytest.mark.sweep(15)
 @pytest.mark.parametrize("name", NAMES)
 def test_elements(name):
     for equation, question in itertools.product(equations(name, 2), BUT_UNKNOWN):
-        arrays = [aval(v) for v in (*equation.eqn.invars, *equation.eqn.outvars)]
-        if question in (moves_elements, places_once):
-            literals = [aval(v) for v in equation.eqn.invars if isinstance(v, Literal)]
-            ends = [aval(equation.eqn.outvars[0])]
+        arrays = [jaxpr.aval(v) for v in (*equation.eqn.invars, *equation.eqn.outvars)]
+        if question in (jaxpr.moves_elements, jaxpr.places_once):
+            literals = [jaxpr.aval(v) for v in equation.eqn.invars if isinstance(v, Literal)]
+            ends = [jaxpr.aval(equation.eqn.outvars[0])]
             may_change = "fill_value" in equation.eqn.params or any(map(is_float, literals))
             if may_change or not equation.eqn.invars or not all(map(is_float, (arrays[0], *ends))):
                 continue

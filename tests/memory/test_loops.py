@@ -10,16 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fnet import memory
 from fnet.jaxpr import CHECKPOINT, find_equations
-from fnet.memory import (
-    BudgetError,
-    compile_min_memory,
-    estimate_cost,
-    peak,
-    regions,
-    remat_to_fit,
-    tree_bytes,
-)
 from fnet.memory.apply import trace_inlined
 from fnet.memory.loops import Chunks, _chunked, _promising, loop_choices, remat_loops
 
@@ -170,12 +162,12 @@ def gradient(f):
 
 def temporaries(f):
     """In carries."""
-    compiled, _ = compile_min_memory(jax.jit(jax.grad(f)).lower(*inputs()))
-    return peak(compiled).temporaries / (4 * BATCH * WIDTH)
+    compiled, _ = memory.compile_min_memory(jax.jit(jax.grad(f)).lower(*inputs()))
+    return memory.peak(compiled).temporaries / (4 * BATCH * WIDTH)
 
 
 def flops(f):
-    return estimate_cost(jax.make_jaxpr(jax.grad(f))(*inputs())).flops
+    return memory.estimate_cost(jax.make_jaxpr(jax.grad(f))(*inputs())).flops
 
 
 @pytest.mark.sweep(2)
@@ -233,14 +225,14 @@ def fitted_share(loss, share):
     """Share of the plain peak, and FLOPs, of a loss that is fitted to a share."""
     budget = int(share * peak_of(loss))
     # Three quarters of the parameters' bytes stay free.
-    spare = 3 * tree_bytes(inputs()[0]) // 4
-    fitted, plan = remat_to_fit(loss, budget + spare, *inputs())
+    spare = 3 * memory.tree_bytes(inputs()[0]) // 4
+    fitted, plan = memory.remat_to_fit(loss, budget + spare, *inputs())
     assert plan.chosen.peak.total <= budget
     return str(plan.chosen), flops(fitted) / flops(loss)
 
 
 def peak_of(loss):
-    _, plan = remat_to_fit(loss, "1GiB", *inputs())
+    _, plan = memory.remat_to_fit(loss, "1GiB", *inputs())
     assert str(plan.chosen) == "none"
     return plan.chosen.peak.total
 
@@ -248,7 +240,7 @@ def peak_of(loss):
 @pytest.fixture
 def without_regions(monkeypatch):
     """Chunks of the batch would be as small."""
-    monkeypatch.setattr(regions, "LEAST_SHARE", 2.0)
+    monkeypatch.setattr(memory.regions, "LEAST_SHARE", 2.0)
 
 
 def test_a_budget_chooses_chunks_of_a_loop(without_regions):
@@ -259,8 +251,8 @@ def test_a_budget_chooses_chunks_of_a_loop(without_regions):
 
 def test_the_most_levels_of_chunks_are_tried_before_a_refusal(without_regions):
     candidates = []
-    with pytest.raises(BudgetError, match="by chunked loops"):
-        remat_to_fit(fori, 100_000, *inputs(), progress=candidates.append)
+    with pytest.raises(memory.BudgetError, match="by chunked loops"):
+        memory.remat_to_fit(fori, 100_000, *inputs(), progress=candidates.append)
     ways = [c.policy.saves for c in candidates]
     assert any("iterations of loops in chunks, 3 more passes" in way for way in ways)
 

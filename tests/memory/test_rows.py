@@ -8,15 +8,7 @@ import pytest
 from equation_cases import equations
 from jax.extend.core import ClosedJaxpr, Literal
 
-from fnet.jaxpr import (
-    active_variables,
-    aval,
-    evaluate,
-    factors,
-    find_equations,
-    inline,
-    part_of_jaxpr,
-)
+from fnet import jaxpr
 from fnet.jaxpr.axes import ROWS
 from fnet.jaxpr.batch_axis import BatchAxes, BatchAxis, Indices, Mixed, Shared, Unknown
 from fnet.memory.rows import Part, RowAxes, Sum, Value, run_rows
@@ -27,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("allow_key_reuse", "allow_rank_promotion")
 def in_parts(closed, args, axes, size, parts):
     """The results, from rows and sums of parts; None for a result that is neither."""
     states = [Shared() if axis is None else BatchAxis(axis) for axis in axes]
-    analysis = RowAxes(size, active_variables(closed.jaxpr, [True] * len(args)))
+    analysis = RowAxes(size, jaxpr.active_variables(closed.jaxpr, [True] * len(args)))
     found = analysis.run(closed, states)
     if any(isinstance(s, Mixed | Unknown) for s in found):
         return found, [None] * len(found)
@@ -73,10 +65,10 @@ def test_parts_of_every_primitive_are_what_the_whole_gives(name):
             or len({*eqn.invars}) < len(eqn.invars)
         ):
             continue
-        closed = ClosedJaxpr(part_of_jaxpr([eqn], list(eqn.invars), eqn.outvars), [])
-        for factor in factors(eqn):
+        closed = ClosedJaxpr(jaxpr.part_of_jaxpr([eqn], list(eqn.invars), eqn.outvars), [])
+        for factor in jaxpr.factors(eqn):
             pairs = [p for p in zip(eqn.invars, factor.operands, strict=True) if p[1] is not None]
-            sizes = [(aval(v).shape or (1,))[axis] for v, axis in pairs]
+            sizes = [(jaxpr.aval(v).shape or (1,))[axis] for v, axis in pairs]
             size = factor.parts or min(sizes, default=1)
             if size < 2 or any(n % size for n in sizes):
                 continue
@@ -85,7 +77,7 @@ def test_parts_of_every_primitive_are_what_the_whole_gives(name):
             assert factor.is_sum is False or not isinstance(found[0], BatchAxis)
             if factor.is_separate and factor.parts is None:
                 assert any(isinstance(state, BatchAxis | Indices) for state in found)
-            for a, b in zip(outs, evaluate(eqn, args), strict=True):
+            for a, b in zip(outs, jaxpr.evaluate(eqn, args), strict=True):
                 if a is not None:
                     assert a.shape == b.shape
                     np.testing.assert_allclose(to_numbers(a), to_numbers(b), 1e-4, 1e-4)
@@ -104,7 +96,7 @@ def test_rows_keep_their_positions():
         jnp.asarray(np.random.default_rng(0).standard_normal((n, 3)), jnp.float32),
         jax.random.key(1),
     )
-    closed = inline(jax.make_jaxpr(f)(*args))
+    closed = jaxpr.inline(jax.make_jaxpr(f)(*args))
     found, outs = in_parts(closed, args, (0, None), n, [(0, 2), (2, 1), (3, 3)])
     assert [type(s) for s in found] == [BatchAxis, BatchAxis, Sum]
     for a, b in zip(outs, f(*args), strict=True):
@@ -129,8 +121,8 @@ def test_numbers_follow_from_positions(dimension, axis):
 
     np.testing.assert_array_equal(rows(*args)[0], f(*args))
     # No part needs the numbers of all rows.
-    made = find_equations(jax.make_jaxpr(rows)(*args), "iota")
-    assert all(aval(e.outvars[0]).shape[axis] < size for e in made)
+    made = jaxpr.find_equations(jax.make_jaxpr(rows)(*args), "iota")
+    assert all(jaxpr.aval(e.outvars[0]).shape[axis] < size for e in made)
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
@@ -140,7 +132,7 @@ def test_random_bits_of_parts_are_those_of_the_whole(axis, bits, impl):
         return x + jax.random.bits(key, x.shape, f"uint{bits}").astype(jnp.float32)
 
     args = jnp.zeros((4, 6, 5)), jax.random.key(3, impl=impl)
-    closed = inline(jax.make_jaxpr(f)(*args))
+    closed = jaxpr.inline(jax.make_jaxpr(f)(*args))
     size = args[0].shape[axis]
     _, (out,) = in_parts(closed, args, (axis, None), size, [(0, 1), (1, size - 1)])
     np.testing.assert_array_equal(out, f(*args))
@@ -160,7 +152,7 @@ def test_a_loop_over_rows_with_other_axes_merged_into_them(unroll):
     assert found == [BatchAxis(0)]
     np.testing.assert_allclose(out, f(*args), 1e-6)
     rows = jax.make_jaxpr(lambda x: in_parts(closed, (x,), (0,), 4, [(0, 3)])[1])(*args)
-    (scan,) = find_equations(rows, "scan")
+    (scan,) = jaxpr.find_equations(rows, "scan")
     assert (scan.params["length"], scan.params["unroll"]) == (15, unroll)
 
 
@@ -261,7 +253,9 @@ def test_rows_of_a_while_loop_stop_by_themselves():
 
     x = jnp.asarray(np.random.default_rng(0).standard_normal((6, 2, 3)), jnp.float32)
     f = lambda x: jax.vmap(halve)(x.reshape(-1, 3))  # noqa: E731
-    found, outs = in_parts(inline(jax.make_jaxpr(f)(x)), (x,), (0,), 6, [(0, 2), (2, 1), (3, 3)])
+    found, outs = in_parts(
+        jaxpr.inline(jax.make_jaxpr(f)(x)), (x,), (0,), 6, [(0, 2), (2, 1), (3, 3)]
+    )
     assert found == [BatchAxis(0)] * 3
     for a, b in zip(outs, f(x), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -4,17 +4,7 @@ import errno
 
 import pytest
 
-from train.errors import (
-    UserError,
-    at_most,
-    closest_name,
-    did_you_mean,
-    is_machine_error,
-    list_available,
-    output_file,
-    shorten,
-    writing,
-)
+from train import errors
 
 
 def test_an_epsilon_is_rounded_up_to_four_digits():
@@ -25,9 +15,9 @@ def test_an_epsilon_is_rounded_up_to_four_digits():
         (12340.1, "1.235e+04"),
         (1.0001, "1.001"),
     ):
-        assert at_most(epsilon) == text
-        assert float(at_most(epsilon)) >= epsilon
-        assert (at_most(float("inf")), at_most(float("nan"))) == ("inf", "nan")
+        assert errors.at_most(epsilon) == text
+        assert float(errors.at_most(epsilon)) >= epsilon
+        assert (errors.at_most(float("inf")), errors.at_most(float("nan"))) == ("inf", "nan")
 
 
 def test_the_closest_name():
@@ -38,16 +28,21 @@ def test_the_closest_name():
         ("--zzz", None),
     ):
         known = ["--optim.learning-rate", "--optim.name", "--out"]
-        assert closest_name(name, known) == closest
-        assert did_you_mean(name, known) == (f" (did you mean {closest}?)" if closest else "")
+        assert errors.closest_name(name, known) == closest
+        assert errors.did_you_mean(name, known) == (
+            f" (did you mean {closest}?)" if closest else ""
+        )
 
 
 def test_lists_of_names_end_after_a_few():
-    assert shorten("abcde") == "a, b, c, d, e"
-    assert shorten("abcdefg") == "a, b, c, d, e and 2 more"
-    assert list_available("abcdefghijkl", "x") == "; there are a, b, c, d, e, f, g, h, i, j, k, l"
-    assert list_available("abcdefghijklm", "x").endswith("k, l and 1 more")
-    assert list_available("", "names") == "; there are no names"
+    assert errors.shorten("abcde") == "a, b, c, d, e"
+    assert errors.shorten("abcdefg") == "a, b, c, d, e and 2 more"
+    assert (
+        errors.list_available("abcdefghijkl", "x")
+        == "; there are a, b, c, d, e, f, g, h, i, j, k, l"
+    )
+    assert errors.list_available("abcdefghijklm", "x").endswith("k, l and 1 more")
+    assert errors.list_available("", "names") == "; there are no names"
 
 
 def caused(error, cause=None, context=None):
@@ -67,15 +62,17 @@ def test_errors_of_the_machine_are_no_damage():
         (caused(ValueError("x"), context=OSError(errno.ESTALE, "x")), True),
         (caused(ValueError("x"), cause=ValueError("y")), False),
     ):
-        assert is_machine_error(error) == expected
+        assert errors.is_machine_error(error) == expected
 
 
 def test_an_output_file_is_not_overwritten(tmp_path):
-    assert output_file(None, tmp_path / "a") == tmp_path / "a"
-    assert output_file(str(tmp_path / "b"), tmp_path / "a") == tmp_path / "b"
+    assert errors.output_file(None, tmp_path / "a") == tmp_path / "a"
+    assert errors.output_file(str(tmp_path / "b"), tmp_path / "a") == tmp_path / "b"
     (tmp_path / "b").touch()
-    with pytest.raises(UserError, match="b exists and is not overwritten; give another name"):
-        output_file(str(tmp_path / "b"), tmp_path / "a")
+    with pytest.raises(
+        errors.UserError, match="b exists and is not overwritten; give another name"
+    ):
+        errors.output_file(str(tmp_path / "b"), tmp_path / "a")
     message = rf"cannot write {tmp_path}: Is a directory; choose another --out"
-    with pytest.raises(UserError, match=message), writing(tmp_path):
+    with pytest.raises(errors.UserError, match=message), errors.writing(tmp_path):
         tmp_path.write_text("")

@@ -9,42 +9,31 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from train.data.annotated import (
-    AnnotatedImage,
-    Annotations,
-    Object,
-    by_normalized_path,
-    class_name,
-    damaged,
-    find_files,
-    load_json,
-    locate,
-    to_points,
-)
+from train.data import annotated
 from train.data.splits import split_of
 
 
-def read(root: Path) -> Annotations:
+def read(root: Path) -> annotated.Annotations:
     """Read the annotation files of a folder."""
-    images, there = [], by_normalized_path(root)
-    for path in find_files(root, ".json"):
-        content = load_json(path)
+    images, there = [], annotated.by_normalized_path(root)
+    for path in annotated.find_files(root, ".json"):
+        content = annotated.load_json(path)
         if not isinstance(content, dict) or "shapes" not in content:
             continue
-        with damaged(path):
+        with annotated.damaged(path):
             split = split_of(f"{path.relative_to(root).parent}/") or ""
-            image = locate(there, root, path, split, str(content["imagePath"]))
+            image = annotated.locate(there, root, path, split, str(content["imagePath"]))
             size = int(content["imageHeight"]), int(content["imageWidth"])
             objects = [_object(shape, *size) for shape in content["shapes"]]
-            images.append(AnnotatedImage(split, image, str(path), *size, objects))
-    return Annotations(images, {})
+            images.append(annotated.AnnotatedImage(split, image, str(path), *size, objects))
+    return annotated.Annotations(images, {})
 
 
-def _object(shape: Mapping[str, Any], height: int, width: int) -> Object:
-    name, points = class_name(shape["label"]), to_points(shape["points"])
+def _object(shape: Mapping[str, Any], height: int, width: int) -> annotated.Object:
+    name, points = annotated.class_name(shape["label"]), annotated.to_points(shape["points"])
     kind = shape.get("shape_type") or "polygon"
     if kind == "mask":
-        return Object(name, runs=_runs(shape["mask"], points, height, width))
+        return annotated.Object(name, runs=_runs(shape["mask"], points, height, width))
     if kind == "circle":
         center, edge = points
         angles = np.linspace(0, 2 * np.pi, 64, endpoint=False)
@@ -54,8 +43,8 @@ def _object(shape: Mapping[str, Any], height: int, width: int) -> Object:
         (x0, y0), (x1, y1) = points
         points = np.array([(x0, y0), (x1, y0), (x1, y1), (x0, y1)])
     elif kind not in ("polygon", "rectangle", "rotation"):
-        return Object(name)
-    return Object(name, (points,) if len(points) > 2 else ())
+        return annotated.Object(name)
+    return annotated.Object(name, (points,) if len(points) > 2 else ())
 
 
 def _runs(text: str, points: np.ndarray, height: int, width: int) -> tuple[int, ...]:

@@ -9,15 +9,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from train import limits
-from train.data.annotated import (
-    AnnotatedImage,
-    Annotations,
-    Object,
-    class_name,
-    damaged,
-    find_files,
-    to_points,
-)
+from train.data import annotated
 from train.data.columns import parse_integer, read_lines, read_names
 from train.data.decode import UnreadableError, upright_size
 from train.data.files import list_images
@@ -28,12 +20,14 @@ _NOTHING = (None, "", "null", "~")
 """Fields of YAML without a value."""
 
 
-def read(root: Path) -> Annotations:
+def read(root: Path) -> annotated.Annotations:
     """Read the annotation files of a folder."""
     paths = [path for path in list_images(root).paths if "images" in path.split("/")[:-1]]
     splits = {path: split_of(f"{os.path.dirname(path)}/") or "" for path in paths}
     tables = [
-        path for path in find_files(root, ".yaml") if path.name in ("data.yaml", "dataset.yaml")
+        path
+        for path in annotated.find_files(root, ".yaml")
+        if path.name in ("data.yaml", "dataset.yaml")
     ]
     names: Sequence[str] = ()
     if tables[1:]:
@@ -41,7 +35,7 @@ def read(root: Path) -> Annotations:
             f"data.format: {tables[0]} and {tables[1]} both describe {root}; move one elsewhere"
         )
     if tables:
-        with damaged(tables[0]):
+        with annotated.damaged(tables[0]):
             limits.LABEL_FILE.check(tables[0].stat().st_size, f"data.format: {tables[0]}")
             # All scalars are texts: a class can be called no.
             content = yaml.load(tables[0].read_text("utf-8"), yaml.BaseLoader)
@@ -52,7 +46,7 @@ def read(root: Path) -> Annotations:
                 raise TypeError("names is a text; expected a list")
             by_number = listed if isinstance(listed, dict) else dict(enumerate(listed))
             by_number = {parse_integer(str(i)): name for i, name in by_number.items()}
-            names = [class_name(by_number[i]) for i in sorted(by_number)]
+            names = [annotated.class_name(by_number[i]) for i in sorted(by_number)]
             if [*sorted(by_number)] != [*range(len(names))]:
                 raise ValueError(
                     f"names has the keys {shorten([*map(str, by_number)])}, not 0, 1, ..."
@@ -63,8 +57,8 @@ def read(root: Path) -> Annotations:
     elif (root / "classes.txt").is_file():
         names = read_names(str(root / "classes.txt"), "data.format")
     if not names:
-        if not find_files(root, ".txt"):
-            return Annotations([], {})
+        if not annotated.find_files(root, ".txt"):
+            return annotated.Annotations([], {})
         raise UserError(
             f"data.format: no data.yaml with names, and no classes.txt, in {root}; YOLO's labels "
             "are numbers"
@@ -84,13 +78,13 @@ def read(root: Path) -> Annotations:
         objects = []
         if labels.is_file():  # an image without labels shows background alone
             objects = [*_objects(labels, names, width, height)]
-        images.append(AnnotatedImage(split, path, str(labels), height, width, objects))
+        images.append(annotated.AnnotatedImage(split, path, str(labels), height, width, objects))
     if images and not any(image.objects for image in images):
         raise UserError(
             f"data.format: none of {len(images):,} images has labels; {images[0].path} would "
             f"have them in {images[0].source}"
         )
-    texts = find_files(root, ".txt")
+    texts = annotated.find_files(root, ".txt")
     there = {str(path) for path in texts if "labels" in path.relative_to(root).parts}
     lost = sorted(there - {image.source for image in images})
     lacking = [image.path for image in images if image.source not in there]
@@ -101,7 +95,7 @@ def read(root: Path) -> Annotations:
     if counts.keys() - {""}:
         texts_of = [f"{split or 'none'} {count:,}" for split, count in counts.items()]
         notes.append(f"images of each split: {', '.join(texts_of)}")
-    return Annotations(images, {name: i for i, name in enumerate(names, 1)}, tuple(notes))
+    return annotated.Annotations(images, {name: i for i, name in enumerate(names, 1)}, tuple(notes))
 
 
 def _splits(
@@ -157,21 +151,23 @@ def _images_of(root: Path, base: str, text: Any, known: Mapping[str, None]) -> I
             )
 
 
-def _objects(path: Path, names: Sequence[str], width: int, height: int) -> Iterator[Object]:
+def _objects(
+    path: Path, names: Sequence[str], width: int, height: int
+) -> Iterator[annotated.Object]:
     for number, line in enumerate(read_lines(str(path), "data.format"), 1):
         values = line.split()
         if not values:
             continue
-        with damaged(path, f", line {number}"):
+        with annotated.damaged(path, f", line {number}"):
             label, *numbers = float(values[0]), *map(float, values[1:])
             if label != int(label) or not 0 <= label < len(names):
                 raise ValueError(f"the class {values[0]} is none of 0 to {len(names) - 1}")
             if len(numbers) in (4, 5):
-                yield Object(names[int(label)])
+                yield annotated.Object(names[int(label)])
                 continue
-            points = to_points(numbers)
+            points = annotated.to_points(numbers)
             if len(points) < 3 or points.min() < -0.01 or points.max() > 1.01:
                 raise ValueError(
                     "expected a class, and x and y from 0 to 1 of three or more points"
                 )
-            yield Object(names[int(label)], (points * (width, height),))
+            yield annotated.Object(names[int(label)], (points * (width, height),))

@@ -14,16 +14,7 @@ from annotated_types import Gt, Lt, MaxLen, MinLen
 from train import limits
 from train.config.data import Data
 from train.config.section import Count, CountOrZero, Positive, Seed
-from train.data import Arrays, Dataset, num_examples, storage
-from train.data.columns import (
-    as_labels,
-    check_users,
-    choose,
-    describe_classes,
-    describe_unread,
-    name_classes,
-    number_users,
-)
+from train.data import Arrays, Dataset, columns, num_examples, storage
 from train.data.files import describe_files
 from train.data.image_batches import ImageOptions
 from train.data.labeled_images import check_padding
@@ -99,24 +90,24 @@ class ArrayFile(Data):
         path, splits = Path(self.path), _find_splits(self)
         images = [_as_images(_read_array(path, s.images), s.images, path, self) for s in splits]
         labels = [
-            as_labels(_read_array(path, s.labels), f"data.labels: {s.labels} in {path}")
+            columns.as_labels(_read_array(path, s.labels), f"data.labels: {s.labels} in {path}")
             for s in splits
         ]
         _check_splits(path, splits, images, labels)
-        classes = name_classes(
+        classes = columns.name_classes(
             labels, _read_class_names(self, path), f"data.labels: {splits[0].labels} in {path}"
         )
         _check_per_channel("mean", self.mean, images[0])
         _check_per_channel("std", self.std, images[0])
         check_padding(self.crop, self.padding, *images[0].shape[1:3])
-        users, notes = None, describe_classes(classes, labels[0])
+        users, notes = None, columns.describe_classes(classes, labels[0])
         used = [*(name for split in splits for name in split), self.class_names, self.user]
         names = [name for name in _array_names(path) if not _is_class_names(name)]
-        notes += (*describe_unread(f"arrays of {path}:", [*filter(None, used)], names),)
+        notes += (*columns.describe_unread(f"arrays of {path}:", [*filter(None, used)], names),)
         if self.user is not None:
-            user = choose("data.user", self.user, _array_names(path), path, "array")
+            user = columns.choose("data.user", self.user, _array_names(path), path, "array")
             what = f"data.user: {user} in {path}"
-            users = check_users(_read_array(path, user), len(labels[0]), what)
+            users = columns.check_users(_read_array(path, user), len(labels[0]), what)
         offset = 0
         if len(splits) == 2:
             offset = len(labels[0])
@@ -156,7 +147,7 @@ class ArrayFile(Data):
             augment=augment,
             prepare=prepare,
             contents=tuple(images),
-            users=None if users is None else number_users(users[ids[0]]),
+            users=None if users is None else columns.number_users(users[ids[0]]),
             name=lambda row: name(train["id"][row]),
             place=lambda row: {"index": every[row] - offset * (every[row] >= offset)},
             test_name=lambda row: name(test["id"][row]),
@@ -196,7 +187,7 @@ def _find_arrays(path: Path, suffixes: Sequence[str], given: Sequence[str | None
     for (stems, what), name in zip(kinds, given, strict=True):
         known = [(stems, suffix.lower()) for suffix in suffixes]
         matches = [n for n in names if _parse_name(n) in known]
-        arrays.append(choose(f"data.{what}", name, names, path, "array", matches))
+        arrays.append(columns.choose(f"data.{what}", name, names, path, "array", matches))
     return _Split(*arrays)
 
 
@@ -315,7 +306,7 @@ def _read_class_names(config: ArrayFile, path: Path) -> tuple[str, ...] | None:
     matches = [*filter(_is_class_names, names)]
     if config.class_names is None and not matches:
         return None
-    name = choose("data.class_names", config.class_names, names, path, "array", matches)
+    name = columns.choose("data.class_names", config.class_names, names, path, "array", matches)
     array = _read_array(path, name)
     if array.ndim != 1 or array.dtype.kind not in "USui":
         raise UserError(

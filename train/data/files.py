@@ -8,16 +8,8 @@ from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
-from train.data import storage
+from train.data import decode, storage
 from train.data.columns import normalized
-from train.data.decode import (
-    EXTENSIONS,
-    File,
-    UnreadableError,
-    changes_of_rgb,
-    file_bytes,
-    has_frames,
-)
 from train.data.masks import spread
 from train.data.splits import describe_common
 from train.errors import UserError
@@ -55,7 +47,7 @@ def list_images(folder: Path, read: Container[str] = ()) -> ImageFiles:
     paths: list[str] = []
     with storage.reported("data.path", folder):
         for path in storage.walk(str(folder), skipped):
-            if (kind := storage.kind_of(path)).lower()[1:] in EXTENSIONS:
+            if (kind := storage.kind_of(path)).lower()[1:] in decode.EXTENSIONS:
                 paths.append(path)
             elif path.rpartition("/")[2] not in read:
                 skipped[kind] += 1
@@ -65,13 +57,13 @@ def list_images(folder: Path, read: Container[str] = ()) -> ImageFiles:
 def without_extension(path: str) -> str:
     """Return a path without the extension of an image, if it has one."""
     stem, _, extension = path.rpartition(".")
-    return stem if extension.lower() in EXTENSIONS else path
+    return stem if extension.lower() in decode.EXTENSIONS else path
 
 
 def describe_files(
     train: Iterable[_Id],
     test: Iterable[_Id],
-    file_of: Callable[[_Id], File] = str,
+    file_of: Callable[[_Id], decode.File] = str,
     name: Callable[[_Id], str] = str,
 ) -> tuple[str, ...]:
     """Return the notes of `describe_images` and `describe_copies`.
@@ -88,12 +80,14 @@ def describe_files(
 
 
 def describe_images(
-    images: Iterable[_Id], file_of: Callable[[_Id], File] = str, name: Callable[[_Id], str] = str
+    images: Iterable[_Id],
+    file_of: Callable[[_Id], decode.File] = str,
+    name: Callable[[_Id], str] = str,
 ) -> tuple[str, ...]:
     """Return notes about images of which 8-bit RGB does not show all. See `describe_files`."""
     every = [*dict.fromkeys(images)]
     some = [every[i] for i in spread(len(every), _MOST_OPENED)]
-    several = [id for id in some if has_frames(file_of(id))]
+    several = [id for id in some if decode.has_frames(file_of(id))]
     notes: tuple[str, ...] = ()
     if several:
         of = f" of {len(some):,} that were opened" if len(some) < len(every) else ""
@@ -102,7 +96,7 @@ def describe_images(
             f"such as {name(several[0])}",
         )
     few = [some[i] for i in spread(len(some), _MOST_DECODED)]
-    changes = [changes_of_rgb(file_of(id)) for id in few]
+    changes = [decode.changes_of_rgb(file_of(id)) for id in few]
     if clear := [id for id, (_, is_clear) in zip(few, changes, strict=True) if is_clear]:
         notes += (
             f"images with transparent pixels, of which the colors below are used: {len(clear):,} "
@@ -120,7 +114,7 @@ def describe_images(
 def describe_copies(
     train: Iterable[_Id],
     test: Iterable[_Id],
-    file_of: Callable[[_Id], File] = str,
+    file_of: Callable[[_Id], decode.File] = str,
     name: Callable[[_Id], str] = str,
 ) -> tuple[str, ...]:
     """Return a note about copies of training images among test images. See `describe_files`.
@@ -129,7 +123,7 @@ def describe_copies(
     than 20,000 images, only paths are compared.
     """
     splits = [dict.fromkeys(train), dict.fromkeys(test)]
-    keys_of: Sequence[Callable[[Any], Hashable]] = (file_bytes, _middle, _digest)
+    keys_of: Sequence[Callable[[Any], Hashable]] = (decode.file_bytes, _middle, _digest)
     if sum(map(len, splits)) > _MOST_COMPARED:
         if file_of is not str:
             return ()
@@ -142,24 +136,26 @@ def describe_copies(
     return describe_common(named[0], named[1], "images")
 
 
-def _key(key_of: Callable[[File], Hashable], file: File) -> Hashable:
+def _key(key_of: Callable[[decode.File], Hashable], file: decode.File) -> Hashable:
     try:
-        return _UNREADABLE if isinstance(file, UnreadableError) else key_of(file) or _UNREADABLE
+        return (
+            _UNREADABLE if isinstance(file, decode.UnreadableError) else key_of(file) or _UNREADABLE
+        )
     except OSError:  # reported where the image is read
         return _UNREADABLE
 
 
-def _open(file: File) -> IO[bytes]:
+def _open(file: decode.File) -> IO[bytes]:
     return io.BytesIO(file) if isinstance(file, bytes) else open(file, "rb")  # type: ignore[arg-type]
 
 
-def _middle(file: File) -> bytes:
+def _middle(file: decode.File) -> bytes:
     with _open(file) as opened:
         opened.seek(max(opened.seek(0, os.SEEK_END) - _MIDDLE, 0) // 2)
         return opened.read(_MIDDLE)
 
 
-def _digest(file: File) -> bytes:
+def _digest(file: decode.File) -> bytes:
     with _open(file) as opened:
         return file_digest(opened, blake2b).digest()  # type: ignore[arg-type]
 

@@ -11,16 +11,7 @@ from annotated_types import MinLen
 from typing_extensions import override
 
 from train.config.section import Count
-from train.data import Dataset
-from train.data.columns import (
-    as_labels,
-    check_users,
-    choose,
-    describe_unread,
-    name_classes,
-    number_users,
-    parse_labels,
-)
+from train.data import Dataset, columns
 from train.data.decode import File, UnreadableError
 from train.data.labeled_images import image_dataset
 from train.data.photos import Photos
@@ -84,7 +75,7 @@ class HuggingFace(Photos):
         image, label = _choose_columns(datasets, self, splits[0].features)
         train, other = splits[0].features, splits[1].features
         for column in (image, label):  # which both splits must have, of the same kind
-            choose("data.test_split", column, other, f"the split {names[1]}", "column")
+            columns.choose("data.test_split", column, other, f"the split {names[1]}", "column")
             kinds = [(type(f[column]), getattr(f[column], "names", None)) for f in (other, train)]
             if kinds[0] != kinds[1]:
                 raise UserError(
@@ -95,22 +86,22 @@ class HuggingFace(Photos):
         feature = splits[0].features[label]
         given_names = feature.names if isinstance(feature, datasets.ClassLabel) else None
         if all(own.dtype.kind == "U" for own in values):
-            texts = parse_labels(
+            texts = columns.parse_labels(
                 np.concatenate(values).tolist(),
                 lambda i: f"data.label: example {i} of {label} in {self.path}",
             )
             found, numbers = np.unique(texts, return_inverse=True)
             given_names, values = [*map(str, found)], np.split(numbers, [len(values[0])])
         labels = [
-            as_labels(own, f"data.label: {label} of {name} in {self.path}")
+            columns.as_labels(own, f"data.label: {label} of {name} in {self.path}")
             for name, own in zip(names, values, strict=True)
         ]
-        classes = name_classes(labels, given_names, f"data.label: {label} in {self.path}")
+        classes = columns.name_classes(labels, given_names, f"data.label: {label} in {self.path}")
         users = None
         if self.user is not None:
-            user = choose("data.user", self.user, splits[0].features, self.path, "column")
+            user = columns.choose("data.user", self.user, splits[0].features, self.path, "column")
             what = f"data.user: {user} in {self.path}"
-            users = check_users(_read(splits[0], user), len(labels[0]), what)
+            users = columns.check_users(_read(splits[0], user), len(labels[0]), what)
         files = [
             s.select_columns([image]).cast_column(image, datasets.Image(decode=False))
             for s in splits
@@ -118,7 +109,7 @@ class HuggingFace(Photos):
         index = [np.arange(len(split)) for split in labels]
         notes = [*describe_splits(_TRAIN, test, available)] if test else []
         used = [name for name in (image, label, self.user) if name]
-        notes += describe_unread("columns", used, splits[0].features)
+        notes += columns.describe_unread("columns", used, splits[0].features)
         if not test:
             is_test = hold_out_rows(self, map(_key, files[0]), labels[0], users)
             notes.append(describe_hold_out(self, is_test, f"no test split in {self.path}"))
@@ -145,7 +136,7 @@ class HuggingFace(Photos):
             describe,
             classes=classes,
             compared=files_of,
-            users=None if users is None else number_users(users[index[0]]),
+            users=None if users is None else columns.number_users(users[index[0]]),
             notes=notes,
             place=lambda row: {"index": int(places[row])},
         )
@@ -196,7 +187,7 @@ def _choose_columns(
     def only(field: str, kind: type) -> str:
         found = [name for name, feature in features.items() if isinstance(feature, kind)]
         given = getattr(config, field)
-        return choose(f"data.{field}", given, features, config.path, "column", found)
+        return columns.choose(f"data.{field}", given, features, config.path, "column", found)
 
     image, label = only("image", datasets.Image), only("label", datasets.ClassLabel)
     if not isinstance(features[image], datasets.Image):

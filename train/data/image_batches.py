@@ -12,25 +12,8 @@ from typing import Literal, Self
 import numpy as np
 from PIL import Image
 
-from train.data import Arrays, num_examples
-from train.data.augment import (
-    RESIZED_CROP_DRAWS,
-    Placement,
-    center_crop,
-    color_jitter,
-    cutout,
-    draw_color_jitter,
-    draw_warp,
-    evaluation_crops,
-    fit,
-    horizontal_flip,
-    random_resized_crop,
-    random_scale_crop,
-    resize_shorter_side,
-    shift,
-    to_uint8,
-    warp,
-)
+from train.data import Arrays, augment, num_examples
+from train.data.augment import color_jitter, cutout
 from train.data.decode import MAX_PIXELS, File, UnreadableError, View, decode
 from train.data.drawings import Mask, read_mask
 from train.data.label_map import IGNORE, LabelMap
@@ -84,20 +67,20 @@ class ImageOptions:
     @property
     def fill(self) -> tuple[int, ...]:
         """The mean color, 0 to 255."""
-        return to_uint8(self.mean)
+        return augment.to_uint8(self.mean)
 
     def draw(self, n: int, generator: np.random.Generator) -> Arrays:
         """Draw the randomness of n training images: arrays with n rows."""
         draws: Arrays = {}
         if self.crop in ("resized", "scaled"):
-            count = RESIZED_CROP_DRAWS if self.crop == "resized" else 3
+            count = augment.RESIZED_CROP_DRAWS if self.crop == "resized" else 3
             draws["crop"] = generator.random((n, count))
         elif self.crop != "center":
             draws["shift"] = generator.integers(0, 2 * self.padding + 1, (n, 2))
         if self.flip:
             draws["flip"] = generator.random(n) < 0.5
         if self.color_jitter or self.lighting:
-            draws |= draw_color_jitter(n, self.color_jitter, self.lighting, generator)
+            draws |= augment.draw_color_jitter(n, self.color_jitter, self.lighting, generator)
         if self.cutout:
             draws["cutout"] = generator.random((n, 2))
         if self.rand_augment:
@@ -105,17 +88,19 @@ class ImageOptions:
         if self.random_erasing:
             draws["erasing"] = generator.random((n, ERASING_DRAWS))
         if self.rotation or self.perspective:
-            draws["warp"] = draw_warp(n, self.rotation, self.perspective, generator)
+            draws["warp"] = augment.draw_warp(n, self.rotation, self.perspective, generator)
         return draws
 
     def augment(self, image: np.ndarray, draws: Arrays) -> np.ndarray:
         """Augment decoded images [N, H, W, C] in place, apart from crops that `decode` makes."""
         if "shift" in draws:
-            image = shift(image, draws["shift"], self.padding, reflect=self.crop == "reflected")
+            image = augment.shift(
+                image, draws["shift"], self.padding, reflect=self.crop == "reflected"
+            )
         if "flip" in draws:
-            image = horizontal_flip(image, draws["flip"])
+            image = augment.horizontal_flip(image, draws["flip"])
         if "warp" in draws:
-            image = warp(image, draws["warp"], self.fill)
+            image = augment.warp(image, draws["warp"], self.fill)
         if "operations" in draws:
             image = rand_augment(image, draws["operations"], self.magnitude)
         if "blend" in draws:
@@ -138,12 +123,12 @@ def read_training(options: ImageOptions, rows: Arrays) -> Arrays:
 
     def read(i: int, file: File) -> np.ndarray:
         if "crop" not in rows:
-            view = resize_shorter_side(size)
-            return center_crop(decode(file, view, options.max_pixels), size)
+            view = augment.resize_shorter_side(size)
+            return augment.center_crop(decode(file, view, options.max_pixels), size)
 
         def crop(width: int, height: int) -> View:
             area = (options.min_area, 1.0)
-            return random_resized_crop(width, height, size, rows["crop"][i], area=area)
+            return augment.random_resized_crop(width, height, size, rows["crop"][i], area=area)
 
         return decode(file, crop, options.max_pixels)
 
@@ -160,8 +145,8 @@ def read_evaluation(options: ImageOptions, rows: Arrays) -> Arrays:
     """
 
     def read(i: int, file: File) -> np.ndarray:
-        image = decode(file, resize_shorter_side(options.resize), options.max_pixels)
-        return evaluation_crops(image, options.image_size, options.crops, options.border)
+        image = decode(file, augment.resize_shorter_side(options.resize), options.max_pixels)
+        return augment.evaluation_crops(image, options.image_size, options.crops, options.border)
 
     return _read_images(rows, evaluation_shape(options), read, options.fill)
 
@@ -201,10 +186,10 @@ def read_masked(options: ImageOptions, label_map: LabelMap, rows: Arrays) -> Arr
     mask = np.full((n, size, size), IGNORE, np.uint8)
     weight = np.ones(n, np.float32)
 
-    def place(i: int, width: int, height: int) -> Placement:
+    def place(i: int, width: int, height: int) -> augment.Placement:
         if "crop" not in rows:
-            return fit(width, height, size)
-        return random_scale_crop(width, height, size, rows["crop"][i], options.scale)
+            return augment.fit(width, height, size)
+        return augment.random_scale_crop(width, height, size, rows["crop"][i], options.scale)
 
     jitter: Arrays = {name: rows[name] for name in ("order", "blend", "light") if name in rows}
     for i, (file, mask_file) in enumerate(zip(rows["file"], rows["mask"], strict=True)):
@@ -222,11 +207,11 @@ def read_masked(options: ImageOptions, label_map: LabelMap, rows: Arrays) -> Arr
         image[i, y : y + height, x : x + width] = pixels
         mask[i, y : y + height, x : x + width] = labels
     if "flip" in rows:
-        image, mask = (horizontal_flip(a, rows["flip"]) for a in (image, mask))
+        image, mask = (augment.horizontal_flip(a, rows["flip"]) for a in (image, mask))
     return {"image": image, "mask": mask, "weight": weight}
 
 
-Place = Callable[[int, int], Placement]
+Place = Callable[[int, int], augment.Placement]
 """``(width, height) -> Placement`` of an image and its mask."""
 
 

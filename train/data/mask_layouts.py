@@ -6,18 +6,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from train.data import files as image_files
 from train.data import storage
 from train.data.class_table import FILES as TABLES
 from train.data.class_table import Row
 from train.data.columns import normalized, read_lines
 from train.data.drawings import Mask
-from train.data.files import (
-    IMAGE_PATTERNS,
-    check_folder,
-    list_images,
-    subfolders,
-    without_extension,
-)
 from train.data.splits import SPLIT_NAMES, choose_test_split, choose_training_split, split_of
 from train.errors import UserError, shorten
 
@@ -193,10 +187,10 @@ def find_layout(
     Raises:
       UserError: if it is in no known layout, or in several.
     """
-    check_folder(root, "; expected a folder with images and masks")
+    image_files.check_folder(root, "; expected a folder with images and masks")
     texts = (p for folder in ("", "ImageSets/Segmentation") for p in (root / folder).glob("*.txt"))
     lists = {path.name for path in texts if split_of(path.stem)}  # perhaps of a split's images
-    files = list_images(root, {*TABLES, table or "", "data.yaml", *lists})
+    files = image_files.list_images(root, {*TABLES, table or "", "data.yaml", *lists})
     known = (given,) if given else LAYOUTS + (() if training else (*FORMATS.values(),))
     found = [f for layout in known if (f := _find(root, layout, files.paths))]
     if given is None:  # images/cats/ is no split, and images/train/ is one
@@ -311,7 +305,7 @@ def _matcher(pattern: str) -> Callable[[str], re.Match[str] | None]:
 
 
 def _explain_nothing(root: Path, given: Layout | None, files: Sequence[str]) -> str:
-    there = [*subfolders(root).values()]
+    there = [*image_files.subfolders(root).values()]
     held = f"{root}, which holds {shorten(there) if there else 'no folders'}"
     for layout in (given,) if given else LAYOUTS:
         sides = [
@@ -342,8 +336,9 @@ def _explain_nothing(root: Path, given: Layout | None, files: Sequence[str]) -> 
         hint = f"; give --data.images {folders[0]} --data.masks {folders[1]}"
     return (
         f"data.path: no images with masks in {held}{hint}; expected "
-        f"{IMAGE_PATTERNS} in images/ and masks/, or train/images/ and train/masks/; give two "
-        "patterns for others, as --data.images 'img/{name}.jpg' --data.masks 'seg/{name}.png'"
+        f"{image_files.IMAGE_PATTERNS} in images/ and masks/, or train/images/ and train/masks/; "
+        "give two patterns for others, as --data.images 'img/{name}.jpg' --data.masks "
+        "'seg/{name}.png'"
     )
 
 
@@ -352,6 +347,6 @@ def _read_names(path: Path, known: Collection[str]) -> list[str]:
     names: dict[str, None] = {}
     for line in filter(None, map(str.strip, read_lines(str(path), "data.path"))):
         texts = [normalized(text) for text in (line, line.split()[0])]
-        possible = [name for text in texts for name in (text, without_extension(text))]
+        possible = [name for text in texts for name in (text, image_files.without_extension(text))]
         names[next((name for name in possible if name in known), possible[-1])] = None
     return [*names]

@@ -5,16 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fnet.privacy.batch_names import EXAMPLE_WEIGHT
-from train.data import (
-    Arrays,
-    Dataset,
-    augment_rows,
-    batches_by_step,
-    pad_batch,
-    repeat_row,
-    sample_batch,
-    select_rows,
-)
+from train import data
 
 if TYPE_CHECKING:
     import grain
@@ -22,7 +13,9 @@ if TYPE_CHECKING:
     from fnet.privacy import Sampling
 
 
-def poisson_batches(dataset: Dataset, sampling: "Sampling", seed: int) -> "grain.DatasetIterator":
+def poisson_batches(
+    dataset: data.Dataset, sampling: "Sampling", seed: int
+) -> "grain.DatasetIterator":
     """Iterate over augmented batches without end, see `fnet.privacy.Sampling`.
 
     The batch of step i depends only on ``seed`` and i. The iterator's ``get_state()`` returns its
@@ -32,12 +25,14 @@ def poisson_batches(dataset: Dataset, sampling: "Sampling", seed: int) -> "grain
     """
     draw = sampling.draws(seed)
 
-    def make_batch(step: int) -> Arrays:
-        rows = select_rows(dataset.train, draw(step))
+    def make_batch(step: int) -> data.Arrays:
+        rows = data.select_rows(dataset.train, draw(step))
         # Sampling has other streams, so that the sampled examples do not depend on augmentation.
-        return pad_batch(augment_rows(dataset, rows, stream(seed, step, 1)), sampling.rows)
+        return data.pad_batch(
+            data.augment_rows(dataset, rows, stream(seed, step, 1)), sampling.rows
+        )
 
-    return batches_by_step(make_batch)
+    return data.batches_by_step(make_batch)
 
 
 def stream(seed: int, step: int, number: int) -> np.random.Generator:
@@ -46,14 +41,14 @@ def stream(seed: int, step: int, number: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(sequence))
 
 
-def num_users(dataset: Dataset) -> int:
+def num_users(dataset: data.Dataset) -> int:
     """Count the users of the training examples."""
     assert dataset.users is not None
     return int(dataset.users.max()) + 1
 
 
 def user_batches(
-    dataset: Dataset, sampling: "Sampling", examples_per_user: int, seed: int
+    dataset: data.Dataset, sampling: "Sampling", examples_per_user: int, seed: int
 ) -> "grain.DatasetIterator":
     """Iterate over augmented batches of users without end.
 
@@ -70,23 +65,23 @@ def user_batches(
     rows_of_user = np.split(by_user, np.cumsum(np.bincount(dataset.users))[:-1])
     k, draw = examples_per_user, sampling.draws(seed)
 
-    def make_batch(step: int) -> Arrays:
+    def make_batch(step: int) -> data.Arrays:
         # Sampling has other streams, so that the sampled users depend on nothing else.
         augmenting, choosing = stream(seed, step, 1), stream(seed, step, 3)
         chosen = [choosing.permutation(rows_of_user[user])[:k] for user in draw(step)]
         # A user's examples are repeated: padding of zeros could have a gradient that is not finite.
         rows = np.array([np.resize(own, k) for own in chosen], np.int64).reshape(-1)
         weight = np.array([np.arange(k) < len(own) for own in chosen], np.float32).reshape(-1)
-        batch = augment_rows(dataset, select_rows(dataset.train, rows), augmenting)
+        batch = data.augment_rows(dataset, data.select_rows(dataset.train, rows), augmenting)
         batch[EXAMPLE_WEIGHT] = weight * batch.pop("weight", np.float32(1))
         grouped = {name: a.reshape(len(chosen), k, *a.shape[1:]) for name, a in batch.items()}
-        return pad_batch(grouped, sampling.rows)
+        return data.pad_batch(grouped, sampling.rows)
 
-    return batches_by_step(make_batch)
+    return data.batches_by_step(make_batch)
 
 
-def sample_user_batch(dataset: Dataset, users: int, examples_per_user: int) -> Arrays:
+def sample_user_batch(dataset: data.Dataset, users: int, examples_per_user: int) -> data.Arrays:
     """Make a batch with the shapes and dtypes of `user_batches` from one example."""
-    batch = {"weight": np.ones(1, np.float32)} | sample_batch(dataset, 1)
-    repeated = repeat_row(batch, users, examples_per_user)
+    batch = {"weight": np.ones(1, np.float32)} | data.sample_batch(dataset, 1)
+    repeated = data.repeat_row(batch, users, examples_per_user)
     return repeated | {EXAMPLE_WEIGHT: repeated.pop("weight"), "weight": np.ones(users, np.float32)}

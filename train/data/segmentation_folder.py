@@ -16,6 +16,7 @@ from typing_extensions import override
 from train.config.data import Content
 from train.config.section import Count, CountOrZero, Positive
 from train.data import Arrays, Dataset, Outputs, num_examples
+from train.data import masks as mask_rules
 from train.data.annotations import find_annotations
 from train.data.augment import fit, to_uint8
 from train.data.class_table import MASK_VALUES, PUBLISHED, find_table
@@ -26,16 +27,6 @@ from train.data.files import describe_files
 from train.data.image_batches import ImageOptions, decode_pair, read_local, read_masked
 from train.data.label_map import IGNORE, LabelMap, Reading, plain_label_map
 from train.data.mask_layouts import FORMATS, FoundLayout, Layout, Pair, find_layout
-from train.data.masks import (
-    SAMPLED,
-    Sample,
-    check_masks,
-    describe_labels,
-    make_label_map,
-    median_frequency_weights,
-    spread,
-    translate,
-)
 from train.data.photos import DecodedImages
 from train.data.placeholder import Placeholder, missing_paths, zeros
 from train.data.preprocessing import Preprocessor
@@ -191,13 +182,13 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
             is_given = config.classes is not None or config.mask_values
             default = None if is_given else found.layout.table
             rows, source = find_table(config.class_table, root, default)
-        label_map = make_label_map(config, rows, source, every)
+        label_map = mask_rules.make_label_map(config, rows, source, every)
         paths = [str(root / name) for name, _ in train + test]
         more = [*describe_classes(label_map.names)]
         more += describe_files(paths[: len(train)], paths[len(train) :])
     elif not found.rows:
         rows, own = find_table(config.class_table, root, None, is_needed=False)
-        label_map, more = translate(config, trained, rows, own, every)
+        label_map, more = mask_rules.translate(config, trained, rows, own, every)
     else:
         label_map, more = trained, []
     notes += more
@@ -205,8 +196,8 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
         most = config.max_bad_fraction * len(pairs)
         notes += _check_sizes(root, parts[which][0], config, most)
         samples = itertools.chain(sampled[which], later[which])
-        check_masks(label_map, samples, len(pairs), most, which, source)
-        notes += describe_labels(label_map, sampled[which], which)
+        mask_rules.check_masks(label_map, samples, len(pairs), most, which, source)
+        notes += mask_rules.describe_labels(label_map, sampled[which], which)
 
     # As bytes, which take less than half the memory of strings.
     images = np.array([os.fsencode(image) for image, _ in train + test])
@@ -333,19 +324,21 @@ def _find_splits(
 
 
 def _divide(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
-    first = spread(len(pairs), SAMPLED)
+    first = mask_rules.spread(len(pairs), mask_rules.SAMPLED)
     others = np.setdiff1d(np.arange(len(pairs)), first)
     return [pairs[i] for i in first], [pairs[i] for i in others]
 
 
-def _samples(root: Path, pairs: Sequence[Pair], config: SegmentationFolder) -> Iterator[Sample]:
+def _samples(
+    root: Path, pairs: Sequence[Pair], config: SegmentationFolder
+) -> Iterator[mask_rules.Sample]:
     """Read masks one at a time; skip unreadable ones, unless all are."""
     errors: list[str] = []
     for _, mask in pairs:
         path = _below(root, mask)
         source = path if isinstance(path, str) else path.source
         try:
-            yield Sample.of(source, read_mask(path, config.max_pixels))
+            yield mask_rules.Sample.of(source, read_mask(path, config.max_pixels))
         except UnreadableError as error:  # counted in training, with images that are unreadable
             errors.append(f"{source}: {error}")
     if errors and len(errors) == len(pairs):
@@ -391,11 +384,11 @@ def _class_weights(
     root: Path, pairs: Sequence[Pair], config: SegmentationFolder, label_map: LabelMap
 ) -> tuple[float, ...]:
     counts = []
-    for i in spread(len(pairs), _WEIGHED):
+    for i in mask_rules.spread(len(pairs), _WEIGHED):
         try:
             mask = read_mask(_below(root, pairs[i][1]), config.max_pixels)
             labels = label_map.labels(mask).ravel()
         except UnreadableError:
             continue
         counts.append(np.bincount(labels, minlength=IGNORE + 1)[: len(label_map.names)])
-    return tuple(median_frequency_weights(np.array(counts)).tolist())
+    return tuple(mask_rules.median_frequency_weights(np.array(counts)).tolist())

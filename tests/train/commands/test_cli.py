@@ -18,18 +18,7 @@ import pytest
 from program_cases import assert_one_line_error, exit_code, fnet_command
 
 from train import arguments, cli, platform
-from train.config import (
-    Checkpoint,
-    Config,
-    Digits,
-    Memory,
-    Mesh,
-    Nonfinite,
-    Optim,
-    Tracking,
-    Train,
-    all_variants,
-)
+from train import config as configs
 
 COMMANDS = (
     *("train", "eval", "predict", "attribute", "memory", "fit", "sample", "import", "export"),
@@ -90,8 +79,16 @@ def field_help(kind, name):
     raise LookupError(name)
 
 
-SECTIONS = [Config, *all_variants()]
-SECTIONS += [Optim, Train, Nonfinite, Memory, Mesh, Checkpoint, Tracking]
+SECTIONS = [configs.Config, *configs.all_variants()]
+SECTIONS += [
+    configs.Optim,
+    configs.Train,
+    configs.Nonfinite,
+    configs.Memory,
+    configs.Mesh,
+    configs.Checkpoint,
+    configs.Tracking,
+]
 
 
 @pytest.mark.sweep(12)
@@ -173,7 +170,7 @@ def test_a_switch_that_turns_donation_off_is_refused(workplace, capsys):
 
 
 def test_another_source_keeps_what_the_recipe_sets_of_fields_that_both_have():
-    config = Config(data=Digits(batch_size=48, max_shift=1))
+    config = configs.Config(data=configs.Digits(batch_size=48, max_shift=1))
     flags = ["--data.source", "arrays"]
     _, config = arguments.read_with_config(arguments.TrainArguments, config, flags, "fnet")
     assert (config.data.source, config.data.batch_size) == ("arrays", 48)

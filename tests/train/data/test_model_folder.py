@@ -11,15 +11,7 @@ import pytest
 from pretrained_folder import LLAMA, write_folder
 from safetensors.numpy import load_file, save_file
 
-from train.data.model_folder import (
-    DTYPES,
-    check_folder,
-    check_tokenizer,
-    is_model_folder,
-    read_config,
-    read_folder,
-    read_tensors,
-)
+from train.data import model_folder
 from train.errors import UserError
 
 
@@ -27,31 +19,31 @@ from train.errors import UserError
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_reads_what_safetensors_wrote(tmp_path, shards, dtype):
     tensors = write_folder(tmp_path, dtype=dtype, shards=shards)
-    folder = read_folder(tmp_path)
+    folder = model_folder.read_folder(tmp_path)
     assert folder.config == LLAMA
     assert folder.nbytes == sum(a.nbytes for a in tensors.values())
     chex.assert_trees_all_equal({n: t[...] for n, t in folder.tensors.items()}, tensors)
     name = "model.layers.0.mlp.up_proj.weight"
     part = folder.tensors[name][3:5, ::2]
     chex.assert_trees_all_equal(part, tensors[name][3:5, ::2])
-    assert is_model_folder(tmp_path)
+    assert model_folder.is_model_folder(tmp_path)
 
 
 def test_every_dtype_that_safetensors_writes(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "x"}')
-    known = {n: d for n, d in DTYPES.items() if not n.startswith("F8")}
+    known = {n: d for n, d in model_folder.DTYPES.items() if not n.startswith("F8")}
     arrays = {name: np.arange(6).astype(dtype).reshape(2, 3) for name, dtype in known.items()}
     arrays["empty"] = np.zeros((0, 3), np.float32)
     arrays["scalar"] = np.array(3, np.float32)
     save_file(arrays, tmp_path / "model.safetensors")
-    read = {n: t[...] for n, t in read_folder(tmp_path).tensors.items()}
+    read = {n: t[...] for n, t in model_folder.read_folder(tmp_path).tensors.items()}
     chex.assert_trees_all_equal(read, load_file(tmp_path / "model.safetensors"))
 
 
 def test_a_run_is_no_model(tmp_path):
     (tmp_path / "config.json").write_text('{"name": "digits", "model": {}}')
-    assert not is_model_folder(tmp_path)
-    assert not is_model_folder(tmp_path / "none")
+    assert not model_folder.is_model_folder(tmp_path)
+    assert not model_folder.is_model_folder(tmp_path / "none")
 
 
 def rewrite_header(path, change):
@@ -85,7 +77,7 @@ def test_damaged_files_are_one_line(tmp_path, damage, match):
     write_folder(tmp_path)
     damage(tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=match) as error:
-        read_folder(tmp_path)
+        model_folder.read_folder(tmp_path)
     assert "\n" not in str(error.value)
 
 
@@ -93,13 +85,13 @@ def test_damaged_files_are_one_line(tmp_path, damage, match):
 def test_a_missing_folder_is_answered_by_its_download(owner):
     name, to = ("nobody/Llama-0.1B", "models/") if "nobody" in owner else ("OWNER/NAME", owner)
     with pytest.raises(UserError, match=f"download one: hf download {name} --local-dir {to}Llama"):
-        check_folder(Path(f"{owner}Llama-0.1B"))
+        model_folder.check_folder(Path(f"{owner}Llama-0.1B"))
 
 
 def test_folders_that_are_no_models_are_one_line(tmp_path):
     def error():
         with pytest.raises(UserError) as raised:
-            check_tokenizer(tmp_path)
+            model_folder.check_tokenizer(tmp_path)
         return str(raised.value)
 
     assert "has no tokenizer.json; download it from where the model is" in error()
@@ -110,22 +102,22 @@ def test_folders_that_are_no_models_are_one_line(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "models/base"}')
     assert "has adapters of PEFT, not a model; give the folder of the base model, mod" in error()
     with pytest.raises(UserError, match="is a GGUF file"):
-        check_folder(tmp_path / "model-Q4.gguf")
+        model_folder.check_folder(tmp_path / "model-Q4.gguf")
     with pytest.raises(UserError, match="is a file; give its folder"):
-        check_folder(tmp_path / "tokenizer.model")
+        model_folder.check_folder(tmp_path / "tokenizer.model")
 
 
 def test_missing_files_are_one_line(tmp_path):
     with pytest.raises(UserError, match="is not a folder"):
-        read_folder(tmp_path / "none")
+        model_folder.read_folder(tmp_path / "none")
     with pytest.raises(UserError, match=r"has no config\.json"):
-        read_folder(tmp_path)
+        model_folder.read_folder(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     with pytest.raises(UserError, match=r"has neither model\.safetensors nor"):
-        read_folder(tmp_path)
+        model_folder.read_folder(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(UserError, match=r"pytorch_model\.bin, a pickle, which may run code"):
-        read_folder(tmp_path)
+        model_folder.read_folder(tmp_path)
 
 
 def test_an_index_must_match_its_files(tmp_path):
@@ -137,18 +129,18 @@ def test_an_index_must_match_its_files(tmp_path):
         json.dumps({"weight_map": content["weight_map"] | {"more": content["weight_map"][name]}})
     )
     with pytest.raises(UserError, match=r"lacks more, which model.safetensors.index.json lists"):
-        read_folder(tmp_path)
+        model_folder.read_folder(tmp_path)
     index.write_text(json.dumps({"weight_map": {name: "../secret.safetensors"}}))
     with pytest.raises(UserError, match="is not the name of a file in the same folder"):
-        read_folder(tmp_path)
+        model_folder.read_folder(tmp_path)
     index.write_text(json.dumps({"weight_map": {name: "model-3.safetensors"}}))
     with pytest.raises(
         UserError, match=r"model-3.safetensors is missing, which .*index.json lists"
     ):
-        read_folder(tmp_path)
+        model_folder.read_folder(tmp_path)
     index.write_text("{}")
     with pytest.raises(UserError, match="it has no weight_map"):
-        read_folder(tmp_path)
+        model_folder.read_folder(tmp_path)
 
 
 @pytest.mark.parametrize("value", ["1e400", "Infinity", '{"a": 1}'])
@@ -160,7 +152,7 @@ def test_headers_with_numbers_without_limit_are_one_line(tmp_path, field, value)
     header = "{" + '"x": {' + ", ".join(f'"{n}": {v}' for n, v in entry.items()) + "}}"
     path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(8))
     with pytest.raises(UserError, match=r"the header's entry of x is"):
-        read_folder(tmp_path)
+        model_folder.read_folder(tmp_path)
 
 
 def test_metadata_that_are_no_object_are_one_line(tmp_path):
@@ -168,7 +160,7 @@ def test_metadata_that_are_no_object_are_one_line(tmp_path):
     path = tmp_path / "a.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header.encode())
     with pytest.raises(UserError, match=r"its __metadata__ is 5, not an object"):
-        read_tensors(path)
+        model_folder.read_tensors(path)
 
 
 @pytest.mark.parametrize(
@@ -187,4 +179,4 @@ def test_sizes_that_no_model_has_are_one_line(tmp_path, name, value):
     for config in ({name: value}, {"text_config": {name: value}}):
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(UserError, match=rf"config.json: {name} must be above 0 and at most"):
-            read_config(tmp_path)
+            model_folder.read_config(tmp_path)

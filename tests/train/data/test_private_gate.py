@@ -22,24 +22,9 @@ from shard_cases import png, write_parquet, write_tar
 import train as train_package
 from fnet import layers
 from tests.pretrained_folder import write_folder
+from train import config as configs
 from train import data as data_package
 from train import tasks
-from train.config import (
-    ArrayFile,
-    ChatFile,
-    Clipped,
-    Config,
-    DeepLab,
-    Denoiser,
-    ImageFolder,
-    LanguageModel,
-    Mlp,
-    Pretrained,
-    SegmentationFolder,
-    TextFile,
-    Train,
-    variants,
-)
 from train.data.image_shards import ImageShards
 from train.data.image_table import ImageTable
 from train.data.preference_file import PreferenceFile
@@ -67,20 +52,20 @@ def arrays(change):
     np.savez(
         "data.npz", x_train=images[own], y_train=labels, x_test=images[-9:], y_test=np.arange(9) % 2
     )
-    return ArrayFile(path="data.npz", batch_size=4)
+    return configs.ArrayFile(path="data.npz", batch_size=4)
 
 
 def folders(change):
     for split, pairs in (("train", rows(change)), ("val", rows(None)[:9])):
         for i, of in pairs:
             write_image(Path("data", split, "ab"[of % 2], f"{i}.png"), of, size(of))
-    return ImageFolder(path="data", batch_size=4, image_size=8)
+    return configs.ImageFolder(path="data", batch_size=4, image_size=8)
 
 
 def held_out(change):
     for i, of in rows(change):
         write_image(Path("data", "ab"[i % 2], f"{i}.png"), of, size(of))
-    return ImageFolder(path="data", batch_size=4, image_size=8, split_seed=3)
+    return configs.ImageFolder(path="data", batch_size=4, image_size=8, split_seed=3)
 
 
 def table(change):
@@ -126,7 +111,7 @@ def masks(change):
             path = Path("data", split, "masks", f"{i}.png")
             path.parent.mkdir(parents=True, exist_ok=True)
             mask.save(path)
-    return SegmentationFolder(
+    return configs.SegmentationFolder(
         path="data", classes=3, mask_reading="index", image_size=8, batch_size=4
     )
 
@@ -141,7 +126,7 @@ def text(change):
         return f"document {of} " + "." * (of % 9 + 10 * (of > N))
 
     Path("data.txt").write_text("|".join(document(of) for _, of in rows(change)))
-    return TextFile(path="data.txt", separator="|", context=64, batch_size=4)
+    return configs.TextFile(path="data.txt", separator="|", context=64, batch_size=4)
 
 
 def chats(change):
@@ -149,7 +134,7 @@ def chats(change):
         return {"prompt": f"{of}", "completion": "yes" * (of % 9 + 1)}
 
     path, test = jsonl("d.jsonl", rows(change), record), jsonl("t.jsonl", rows(None)[:9], record)
-    return ChatFile(path=path, test_path=test, context=32, batch_size=4)
+    return configs.ChatFile(path=path, test_path=test, context=32, batch_size=4)
 
 
 def classes(change):
@@ -157,7 +142,7 @@ def classes(change):
         return {"text": f"{of}" + "x" * (of % 9), "kind": "ab"[of % 2]}
 
     path, test = jsonl("d.jsonl", rows(change), record), jsonl("t.jsonl", rows(None)[:9], record)
-    return ChatFile(path=path, test_path=test, label="kind", context=32, batch_size=4)
+    return configs.ChatFile(path=path, test_path=test, label="kind", context=32, batch_size=4)
 
 
 def pairs(change):
@@ -177,7 +162,7 @@ WITHOUT_FILES = {"digits", "synthetic", "huggingface"}
 def test_each_source_is_asked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = {source(None).source for source in SOURCES.values()}
-    assert asked | WITHOUT_FILES == set(variants("data"))
+    assert asked | WITHOUT_FILES == set(configs.variants("data"))
 
 
 def public(dataset):
@@ -321,25 +306,25 @@ class StopHereError(Exception):
     """The end of what a test runs."""
 
 
-class Pixels(DeepLab):
+class Pixels(configs.DeepLab):
     """A classifier of single pixels, which is compiled in seconds."""
 
     def build(self, image_shape, num_classes):
         return layers.conv(image_shape[-1], num_classes, 1)
 
 
-TEXT_MODEL = LanguageModel(width=16, heads=2)
-PUBLISHED, BYTES = Pretrained(path="model"), {"vocabulary": 256}
+TEXT_MODEL = configs.LanguageModel(width=16, heads=2)
+PUBLISHED, BYTES = configs.Pretrained(path="model"), {"vocabulary": 256}
 RUNS = {
-    "images": (folders, Mlp(hidden=()), {}, {}),
-    "release only": (folders, Mlp(hidden=()), {}, {"release_only": True}),
-    "numbers": (table, Mlp(hidden=()), {}, {}),
+    "images": (folders, configs.Mlp(hidden=()), {}, {}),
+    "release only": (folders, configs.Mlp(hidden=()), {}, {"release_only": True}),
+    "numbers": (table, configs.Mlp(hidden=()), {}, {}),
     "texts": (text, TEXT_MODEL, {}, {}),
     "users": (text, TEXT_MODEL, {"user": "document", "examples_per_user": 2}, {}),
     "chats": (chats, TEXT_MODEL, {}, {}),
-    "denoiser": (arrays, Denoiser(width=16, heads=2), {}, {"microbatches": 2}),
-    "shards": (shards, Mlp(hidden=()), {}, {}),
-    "parquet": (parquet, Mlp(hidden=()), {}, {}),
+    "denoiser": (arrays, configs.Denoiser(width=16, heads=2), {}, {"microbatches": 2}),
+    "shards": (shards, configs.Mlp(hidden=()), {}, {}),
+    "parquet": (parquet, configs.Mlp(hidden=()), {}, {}),
     "masks": (masks, Pixels(), {}, {}),
     "classes of texts": (classes, PUBLISHED, BYTES, {}),
     "dpo": (pairs, PUBLISHED, BYTES, {}),
@@ -358,7 +343,7 @@ def runs():
 def test_each_task_is_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = [
-        Config(data=source(None).replace(**options), model=model)
+        configs.Config(data=source(None).replace(**options), model=model)
         for source, model, options, _ in RUNS.values()
     ]
     assert {tasks.kind_of(config).build for config in asked} == {
@@ -378,10 +363,15 @@ def test_statistics_that_the_config_does_not_give_are_refused(
     source, options, refused, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    data, model = source(None).replace(**options), Pixels() if source is masks else Mlp(hidden=())
-    private = Clipped(noise_multiplier=1.0, delta=1e-3)
-    assert tasks.load(Config(data=data, model=model)).classes
-    assert refused in error_message(tasks.load, Config(data=data, model=model, grad=private))
+    data, model = (
+        source(None).replace(**options),
+        Pixels() if source is masks else configs.Mlp(hidden=()),
+    )
+    private = configs.Clipped(noise_multiplier=1.0, delta=1e-3)
+    assert tasks.load(configs.Config(data=data, model=model)).classes
+    assert refused in error_message(
+        tasks.load, configs.Config(data=data, model=model, grad=private)
+    )
 
 
 @pytest.mark.parametrize("name", list(runs()))
@@ -393,12 +383,12 @@ def test_only_functions_of_a_list_ask_for_training_examples(name, tmp_path, monk
         write_folder(Path("model"))
     recorder, load = Recorder(), tasks.load
     monkeypatch.setattr(tasks, "load", lambda config: recorder.watch(load(config)))
-    config = Config(
+    config = configs.Config(
         name="private",
         data=source(None).replace(**options),
         model=model,
-        grad=Clipped(noise_multiplier=1.0, delta=1e-3, **grad),
-        train=Train(steps=1),
+        grad=configs.Clipped(noise_multiplier=1.0, delta=1e-3, **grad),
+        train=configs.Train(steps=1),
     )
     is_whole = name in ("images", "release only")
     if not is_whole:

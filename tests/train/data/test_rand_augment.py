@@ -8,14 +8,7 @@ import chex
 import numpy as np
 from PIL import Image
 
-from train.data.rand_augment import (
-    ERASING_DRAWS,
-    OPERATIONS,
-    apply_operation,
-    draw_rand_augment,
-    rand_augment,
-    random_erasing,
-)
+from train.data import rand_augment
 
 PIXELS = (np.random.default_rng(0).integers(0, 256, (24, 32, 3), np.uint8) // 2 + 100).astype(np.uint8)  # fmt: skip
 
@@ -27,27 +20,29 @@ TORCHVISION = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 def test_operations_equal_those_of_torchvision():
     found = {}
-    for kind, operation in enumerate(OPERATIONS):
+    for kind, operation in enumerate(rand_augment.OPERATIONS):
         for negative in (False, True) if operation.is_signed else (False,):
-            image = apply_operation(Image.fromarray(PIXELS), kind, negative, 9)
+            image = rand_augment.apply_operation(Image.fromarray(PIXELS), kind, negative, 9)
             found["-" * negative + operation.name] = zlib.crc32(np.asarray(image).tobytes())
     assert found == TORCHVISION
 
 
 def test_operations_are_applied_one_after_the_other():
-    names = [operation.name for operation in OPERATIONS]
+    names = [operation.name for operation in rand_augment.OPERATIONS]
     draws = np.array([[[names.index("Rotate"), 1], [names.index("Equalize"), 0]]])
     image = Image.fromarray(PIXELS)
     for kind, negative in draws[0].tolist():
-        image = apply_operation(image, kind, bool(negative), 20)
-    chex.assert_trees_all_equal(rand_augment(PIXELS[None].copy(), draws, 20)[0], np.asarray(image))
+        image = rand_augment.apply_operation(image, kind, bool(negative), 20)
+    chex.assert_trees_all_equal(
+        rand_augment.rand_augment(PIXELS[None].copy(), draws, 20)[0], np.asarray(image)
+    )
 
 
 def test_all_operations_and_signs_are_drawn():
-    draws = draw_rand_augment(1000, 2, np.random.default_rng(0))
+    draws = rand_augment.draw_rand_augment(1000, 2, np.random.default_rng(0))
     chex.assert_shape(draws, (1000, 2, 2))
     counts = np.bincount(draws[..., 0].ravel() * 2 + draws[..., 1].ravel())
-    assert len(counts) == 2 * len(OPERATIONS)
+    assert len(counts) == 2 * len(rand_augment.OPERATIONS)
     assert counts.min() > 40  # 71 are expected
 
 
@@ -60,17 +55,19 @@ RECTANGLES = [
 
 
 def test_erases_the_rectangles_of_torchvision():
-    draws = np.random.default_rng(1).random((8, ERASING_DRAWS))
+    draws = np.random.default_rng(1).random((8, rand_augment.ERASING_DRAWS))
     images = np.full((8, 24, 32, 3), 9, np.uint8)
     expected = images.copy()
     for image, (top, left, height, width) in zip(expected, RECTANGLES, strict=True):
         image[top : top + height, left : left + width] = (1, 2, 3)
-    chex.assert_trees_all_equal(random_erasing(images, draws, 1.0, np.array([1, 2, 3])), expected)
+    chex.assert_trees_all_equal(
+        rand_augment.random_erasing(images, draws, 1.0, np.array([1, 2, 3])), expected
+    )
 
 
 def test_erases_only_some_images():
-    draws = np.random.default_rng(1).random((200, ERASING_DRAWS))
-    images = random_erasing(np.ones((200, 4, 5, 3), np.uint8), draws, 0.5, np.zeros(3))
+    draws = np.random.default_rng(1).random((200, rand_augment.ERASING_DRAWS))
+    images = rand_augment.random_erasing(np.ones((200, 4, 5, 3), np.uint8), draws, 0.5, np.zeros(3))
     erased = (images == 0).all(3)
     assert erased.any((1, 2)).tolist() == (draws[:, -1] < 0.5).tolist()
     # No rectangle is as high or as wide as the image.

@@ -14,28 +14,18 @@ import pytest
 from program_cases import assert_one_line_error, exit_code, fnet_command
 
 from fnet import memory
-from train.config import (
-    Config,
-    Digits,
-    LanguageModel,
-    Memory,
-    Mesh,
-    Mlp,
-    Optim,
-    PreactResNet,
-    TextFile,
-)
+from train import config as configs
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
 from train.run.mesh import Layout, layout
 from train.run.planning import compile_step, reserve, residuals_by_layer
 from train.run.setup import setup
 
-MESHES = [Mesh(data=4), Mesh(data=2, fsdp=2)]
-CONFIG = Config(
-    data=Digits(batch_size=32),
-    model=PreactResNet(widths=(8, 16), blocks_per_stage=1),
-    optim=Optim(learning_rate=0.05, nesterov=True, ema_decay=0.9),
+MESHES = [configs.Mesh(data=4), configs.Mesh(data=2, fsdp=2)]
+CONFIG = configs.Config(
+    data=configs.Digits(batch_size=32),
+    model=configs.PreactResNet(widths=(8, 16), blocks_per_stage=1),
+    optim=configs.Optim(learning_rate=0.05, nesterov=True, ema_decay=0.9),
 )
 
 
@@ -61,7 +51,7 @@ def arrays(state):
 
 @pytest.fixture(scope="module")
 def alone():
-    return trained(on(Mesh()))
+    return trained(on(configs.Mesh()))
 
 
 @pytest.mark.slow
@@ -75,9 +65,12 @@ def test_losses_and_states_equal_those_of_one_device(mesh, alone):
 
 @pytest.mark.slow
 def test_each_device_holds_its_shard():
-    config = dataclasses.replace(CONFIG, model=Mlp(hidden=(256, 256)), data=Digits(batch_size=512))
+    config = dataclasses.replace(
+        CONFIG, model=configs.Mlp(hidden=(256, 256)), data=configs.Digits(batch_size=512)
+    )
     whole, by_data, by_fsdp = (
-        trained(on(mesh, config), steps=1) for mesh in (Mesh(), Mesh(data=4), Mesh(fsdp=4))
+        trained(on(mesh, config), steps=1)
+        for mesh in (configs.Mesh(), configs.Mesh(data=4), configs.Mesh(fsdp=4))
     )
     state_bytes = [
         planned.executable.report.state_bytes for planned, *_ in (whole, by_data, by_fsdp)
@@ -94,16 +87,16 @@ def test_each_device_holds_its_shard():
 
 
 def transformer(width):
-    return Config(
-        data=TextFile(context=64, batch_size=32),
-        model=LanguageModel(mixers=("attention",), blocks=2, width=width, heads=4),
-        optim=Optim(name="adamw", learning_rate=1e-3, clip_norm=1.0),
+    return configs.Config(
+        data=configs.TextFile(context=64, batch_size=32),
+        model=configs.LanguageModel(mixers=("attention",), blocks=2, width=width, heads=4),
+        optim=configs.Optim(name="adamw", learning_rate=1e-3, clip_norm=1.0),
     )
 
 
 @pytest.mark.slow
 def test_no_device_holds_the_whole_initial_state():
-    run = on(Mesh(fsdp=4), transformer(512))
+    run = on(configs.Mesh(fsdp=4), transformer(512))
     init, shapes = run.lower_init().compile(), setup(run.config).state_shapes
     peak = memory.peak(init)
     assert peak.outputs < 0.26 * memory.tree_bytes(shapes)
@@ -118,12 +111,12 @@ def test_no_device_holds_the_whole_initial_state():
 def test_evaluation_gathers_parameters_where_it_uses_them():
     config = transformer(512)
     peaks = {}
-    for mesh in (Mesh(data=4), Mesh(fsdp=4)):
+    for mesh in (configs.Mesh(data=4), configs.Mesh(fsdp=4)):
         run = on(mesh, config)
         evaluate = run.evaluation(UnreadableFiles(run.task.dataset, print), 32)
         peaks[mesh] = evaluate.peak - memory.tree_bytes(run.state_shapes)
-    block = memory.tree_bytes(on(Mesh(), config).state_shapes.params["blocks"]["0"])
-    assert peaks[Mesh(fsdp=4)] <= peaks[Mesh(data=4)] + 2 * block
+    block = memory.tree_bytes(on(configs.Mesh(), config).state_shapes.params["blocks"]["0"])
+    assert peaks[configs.Mesh(fsdp=4)] <= peaks[configs.Mesh(data=4)] + 2 * block
 
 
 @pytest.mark.slow
@@ -138,7 +131,7 @@ def test_eval_runs_on_the_mesh_of_the_run(workplace):
 
 @pytest.mark.slow
 def test_evaluation_does_not_depend_on_devices(alone):
-    runs = [on(Mesh()), on(Mesh(data=4)), on(Mesh(fsdp=4))]
+    runs = [on(configs.Mesh()), on(configs.Mesh(data=4)), on(configs.Mesh(fsdp=4))]
     result = []
     for run in runs:
         evaluate = run.evaluation(
@@ -167,11 +160,11 @@ def test_resumes_on_other_devices(workplace):
 
 @pytest.mark.slow
 def test_a_budget_is_per_device(workplace):
-    free = on(Mesh(data=2))
+    free = on(configs.Mesh(data=2))
     need = compile_step(free).executable.report.peak.total
     budget = f"{need + reserve(free)}B"
     planned = compile_step(
-        on(Mesh(data=2), dataclasses.replace(CONFIG, memory=Memory(budget=budget)))
+        on(configs.Mesh(data=2), dataclasses.replace(CONFIG, memory=configs.Memory(budget=budget)))
     )
     chosen = planned.plan.chosen
     assert (chosen.policy.name, chosen.microbatches, chosen.peak.total) == ("none", 1, need)
@@ -201,7 +194,9 @@ def test_refuses_a_mesh_with_a_target(workplace, capsys):
 
 def test_rows_of_a_process_are_those_of_its_devices(monkeypatch):
     """Of 16 rows on 2 x 2 devices, a process with the last two devices reads the second half."""
-    rows = layout(Config(mesh=Mesh(data=2, fsdp=2), data=Digits(batch_size=16)))
+    rows = layout(
+        configs.Config(mesh=configs.Mesh(data=2, fsdp=2), data=configs.Digits(batch_size=16))
+    )
     assert rows.local_rows(16) is None
     own = dict.fromkeys(jax.devices()[2:])
     indices = rows._rows.devices_indices_map((16,))
@@ -226,17 +221,17 @@ def test_makes_cpu_devices_for_the_mesh():
 
 def test_refuses_a_mesh_without_all_devices_of_the_processes(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    config = Config(mesh=Mesh(data=2), data=Digits(batch_size=16))
+    config = configs.Config(mesh=configs.Mesh(data=2), data=configs.Digits(batch_size=16))
     with pytest.raises(UserError, match="the 2 processes have 4: give a mesh of all of them"):
         layout(config)
 
 
 @pytest.mark.slow
 def test_reports_residuals_with_one_example_per_device():
-    model = PreactResNet(widths=(4, 4, 4, 4), blocks_per_stage=1)  # one pixel at the end
-    config = Config(data=Digits(batch_size=4), model=model)
+    model = configs.PreactResNet(widths=(4, 4, 4, 4), blocks_per_stage=1)  # one pixel at the end
+    config = configs.Config(data=configs.Digits(batch_size=4), model=model)
     of_one, whole = (
         sum(layer.bytes for layer in residuals_by_layer(on(mesh, config), "none", 1))
-        for mesh in (Mesh(data=4), Mesh())
+        for mesh in (configs.Mesh(data=4), configs.Mesh())
     )
     assert of_one == pytest.approx(whole / 4, rel=0.05)
