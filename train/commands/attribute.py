@@ -74,10 +74,10 @@ def _check(opened: OpenRun, options: AttributeArguments) -> None:
         raise UserError("--example and --prompt: give one of them")
     if options.label is not None and options.example is None:
         raise UserError("--label: is the label of --example; give an image")
-    if options.example is not None and kind.predicts != "labels":
+    if options.example is not None and (kind.predicts, config.data.targets) != ("labels", "class"):
         raise UserError(
-            f"--example: {folder.path} is a run of {config.model.name}, which predicts no labels "
-            "of images"
+            f"--example: {folder.path} is a run of {config.model.name}, which predicts no class of "
+            "an image"
         )
     if options.prompt is not None and kind.generates != "text":
         raise UserError(f"--prompt: {folder.path} is a run of {config.model.name}, not of text")

@@ -147,9 +147,10 @@ class Dataset(NamedTuple):
 
     def standardized(self, batch: Arrays) -> Arrays:
         """Return a batch as the loss reads it: with standardized labels if these are numbers."""
-        if self.scaling is None:
+        if (scaling := self.scaling) is None:
             return batch
-        return batch | {"label": self.scaling.standardize(batch["label"]).astype(np.float32)}
+        numbers = {name: batch[name] for name in ("label", "label_2") if name in batch}
+        return batch | {n: scaling.standardize(a).astype(np.float32) for n, a in numbers.items()}
 
 
 def load(source: "Data", *, private: bool) -> Dataset:

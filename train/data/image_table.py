@@ -16,18 +16,8 @@ import numpy as np
 from annotated_types import Gt, MinLen
 from typing_extensions import override
 
-from train.data import Dataset, Outputs, Scaling, records, storage
-from train.data.columns import (
-    are_integers,
-    check_names,
-    choose,
-    describe_alike,
-    describe_unread,
-    is_missing,
-    normalized,
-    parse_labels,
-    parse_number,
-)
+from train.data import Dataset, Outputs, Scaling, columns, records, storage
+from train.data.columns import choose
 from train.data.files import check_folder, list_images, without_extension
 from train.data.labeled_images import image_dataset
 from train.data.photos import LabeledFiles
@@ -46,7 +36,7 @@ _LABEL_COLUMNS = ("label", "labels", "class", "target", "category", "y")
 _BOOLEANS = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0, "no": 0.0, "yes": 1.0}
 _TABLES = (".csv", ".tsv", ".jsonl", ".parquet", ".gz")
 _SEPARATORS = ("|", ";", ",", " ")
-_DECIMAL_COMMA = re.compile(r"[-+]?[0-9]*,[0-9]+")
+_DECIMAL_COMMA, _DIGITS = re.compile(r"[-+]?[0-9]*,[0-9]+"), re.compile(r"[-+]?[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -121,22 +111,22 @@ class _Table(NamedTuple):
     def choose(
         self, option: str, given: str | None, found: Sequence[str] = (), usual: Sequence[str] = ()
     ) -> str:
-        columns, path = self.rows[0].fields, self.config.path
-        return choose(f"data.{option}", given, columns, path, "column", found, usual)
+        titles, path = self.rows[0].fields, self.config.path
+        return choose(f"data.{option}", given, titles, path, "column", found, usual)
 
 
 def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
     """Load the data of a config."""
     table, notes = _read(config)
     target, names = _TARGETS[config.targets](table, trained.names if trained else None)
-    names = check_names(names, "data.label")
+    names = columns.check_names(names, "data.label")
     if not config.label:
         notes.append(f"labels are in the column {_label_columns(table)[0]} (data.label)")
     notes += _check_repeated(table, target)
     if trained is None:
         used = [table.column, *_label_columns(table), _split_column(table), config.group]
         every = (name for row in table.rows for name in row.fields)
-        notes += describe_unread("columns", [*filter(None, used)], every)
+        notes += columns.describe_unread("columns", [*filter(None, used)], every)
         listed, named = list_images(table.folder).paths, {*table.files}
         if others := [name for name in listed if name not in named]:
             some = shorten(others, 3)
@@ -200,10 +190,10 @@ def _read(config: ImageTable) -> tuple[_Table, list[str]]:
     rows = [*records.read(config.path, "data.path")]
     if not rows:
         raise UserError(f"data.path: {config.path} has no rows")
-    columns = [*rows[0].fields]
-    usual = _usual(columns, _FILE_COLUMNS)
+    titles = [*rows[0].fields]
+    usual = _usual(titles, _FILE_COLUMNS)
     usual = [name for name in usual if name.lower() not in _NUMBERED] or usual
-    column = choose("data.file", config.file, columns, config.path, "column", usual, usual)
+    column = choose("data.file", config.file, titles, config.path, "column", usual, usual)
     folder = Path(config.path).parent if config.images is None else Path(config.images)
     check_folder(folder)
     files, notes = _find_files(rows, column, folder)
@@ -212,8 +202,8 @@ def _read(config: ImageTable) -> tuple[_Table, list[str]]:
     return _Table(config, rows, column, files, folder), notes
 
 
-def _usual(columns: Iterable[str], names: Sequence[str]) -> list[str]:
-    usual = [name for name in columns if name.lower() in names]
+def _usual(titles: Iterable[str], names: Sequence[str]) -> list[str]:
+    usual = [name for name in titles if name.lower() in names]
     return sorted(usual, key=lambda name: names.index(name.lower()))
 
 
@@ -223,7 +213,7 @@ def _cell(row: Record, column: str, option: str) -> Any:
         raise UserError(f"{option}: {row.place}: no column {column}{others}")
     if row.fields[column] is None:
         raise UserError(f"{option}: {row.place}: {column} is empty; remove rows without one")
-    if is_missing(value := row.fields[column]):
+    if columns.is_missing(value := row.fields[column]):
         other = ", or give another name" if isinstance(value, str) else ""
         raise UserError(
             f"{option}: {row.place}: {column} is {str(value).strip()}, which stands for none; "
@@ -262,18 +252,18 @@ def _find_files(rows: list[Record], column: str, folder: Path) -> tuple[list[str
     notes: list[str] = []
     if missing:
         listed = list_images(folder).paths
-        by_name, by_stem = {normalized(path): path for path in listed}, defaultdict(list)
+        by_name, by_stem = {columns.normalized(path): path for path in listed}, defaultdict(list)
         for path in listed:
-            by_stem[normalized(without_extension(path))].append(path)
+            by_stem[columns.normalized(without_extension(path))].append(path)
         for i in missing:
             files[i] = files[i].strip()
-            stems = by_stem[normalized(files[i])]
+            stems = by_stem[columns.normalized(files[i])]
             if len(stems) > 1:
                 raise UserError(
                     f"data.file: {rows[i].place}: {files[i]} can be {shorten(stems)}; give its "
                     "extension"
                 )
-            files[i] = by_name.get(normalized(files[i]), stems[0] if stems else files[i])
+            files[i] = by_name.get(columns.normalized(files[i]), stems[0] if stems else files[i])
             real[i] = resolve(files[i])
             if stems and not notes:
                 notes.append(f"{column} has names without extension, such as {given[i]}")
@@ -312,7 +302,7 @@ def _check_repeated(table: _Table, target: np.ndarray) -> list[str]:
 
 
 def _label_columns(table: _Table) -> tuple[str, ...]:
-    config, columns = table.config, table.rows[0].fields
+    config, titles = table.config, table.rows[0].fields
     if config.separator is not None and config.targets != "labels":
         raise UserError(
             f"data.separator: {config.separator}, but data.targets is {config.targets}; give labels"
@@ -320,13 +310,13 @@ def _label_columns(table: _Table) -> tuple[str, ...]:
     if twice := [name for name, count in Counter(config.label).items() if count > 1]:
         raise UserError(f"data.label: {twice[0]} is given twice")
     if config.label:
-        for name in (name for name in config.label if name not in columns):
+        for name in (name for name in config.label if name not in titles):
             table.choose("label", name)
         return config.label
-    usual = _usual(columns, _LABEL_COLUMNS)
+    usual = _usual(titles, _LABEL_COLUMNS)
     taken = {*_FILE_COLUMNS, config.file, config.group, config.split or "split"}
     index = {"", "unnamed: 0"}  # the index of a table of pandas
-    others = usual or [name for name in columns if not {name, name.lower()} & (taken | index)]
+    others = usual or [name for name in titles if not {name, name.lower()} & (taken | index)]
     return (table.choose("label", None, others, usual),)
 
 
@@ -340,21 +330,21 @@ def _classes(table: _Table, known: _Names | None) -> tuple[np.ndarray, _Names]:
     """
     column, *others = _label_columns(table)
     if others:
-        columns = [column, *others]
+        titles = [column, *others]
         raise UserError(
-            f"data.label: {shorten(columns)} are {len(columns)} columns, but a class is in one; "
+            f"data.label: {shorten(titles)} are {len(titles)} columns, but a class is in one; "
             "give data.targets labels or numbers"
         )
     values = [_cell(row, column, "data.label") for row in table.rows]
-    labels = parse_labels(values, lambda i: f"data.label: {table.rows[i].place}")
-    if not are_integers(labels) and all(map(_is_number, labels.tolist())):
+    labels = columns.parse_labels(values, lambda i: f"data.label: {table.rows[i].place}")
+    if not columns.are_integers(labels) and all(map(_is_number, labels.tolist())):
         raise UserError(
             f"data.label: {column} of {table.config.path} has numbers with fractions, such as "
             f"{' and '.join(np.unique(labels)[:2].tolist())}; to predict them give data.targets "
             "numbers; classes are integers or names"
         )
     names = known or tuple(map(str, np.unique(labels).tolist()))
-    numbers = {normalized(name): i for i, name in enumerate(names)}
+    numbers = {columns.normalized(name): i for i, name in enumerate(names)}
     rows = zip(table.rows, map(str, labels.tolist()), strict=True)
     return np.array([_number(row, label, numbers) for row, label in rows], np.int32), names
 
@@ -372,37 +362,37 @@ def _is_number(text: str) -> bool:
     if _DECIMAL_COMMA.fullmatch(text):
         return True
     try:
-        return math.isfinite(parse_number(text))
+        return math.isfinite(columns.parse_number(text))
     except ValueError:
         return False
 
 
 def _labels(table: _Table, known: _Names | None) -> tuple[np.ndarray, _Names]:
-    config, columns = table.config, _label_columns(table)
-    values = [row.fields[columns[0]] for row in table.rows if row.find(columns[0])]
+    config, titles = table.config, _label_columns(table)
+    values = [row.fields[titles[0]] for row in table.rows if row.find(titles[0])]
     first = next(iter(values), None)
     is_boolean = values != [] and all(str(value).strip().lower() in _BOOLEANS for value in values)
-    if (len(columns) > 1 or is_boolean) and config.separator is None:
-        names = known or columns
-        if {*names} != {*columns}:
+    if (len(titles) > 1 or is_boolean) and config.separator is None:
+        names = known or titles
+        if {*names} != {*titles}:
             raise UserError(
-                f"data.label: the network knows {shorten(names, 12)}, not {shorten(columns, 12)}"
+                f"data.label: the network knows {shorten(names, 12)}, not {shorten(titles, 12)}"
             )
         rows = [[_as_boolean(row, name) for name in names] for row in table.rows]
         return np.array(rows, np.float32), names
-    if len(columns) > 1:
+    if len(titles) > 1:
         raise UserError("data.separator: is for labels in one column; leave it out")
     if config.separator is None and not isinstance(first, list):
         used = next((s for s in _SEPARATORS if s in str(first)), "|")
         raise UserError(
-            f"data.label: {columns[0]} of {config.path} is one column; give data.separator, such "
+            f"data.label: {titles[0]} of {config.path} is one column; give data.separator, such "
             f"as --data.separator '{used}', or one column of 0 and 1 for each label"
         )
-    texts = [_split_labels(row, columns[0], config.separator) for row in table.rows]
+    texts = [_split_labels(row, titles[0], config.separator) for row in table.rows]
     names = known or tuple(sorted({name for found in texts for name in found}))
     if not names:
         raise UserError(f"data.label: no row of {config.path} has a label")
-    numbers = {normalized(name): i for i, name in enumerate(names)}
+    numbers = {columns.normalized(name): i for i, name in enumerate(names)}
     result = np.zeros((len(texts), len(names)), np.float32)
     for i, (row, found) in enumerate(zip(table.rows, texts, strict=True)):
         result[i, [_number(row, name, numbers) for name in found]] = 1
@@ -428,8 +418,8 @@ def _split_labels(row: Record, column: str, separator: str | None) -> list[str]:
             )
     else:  # without a separator, other rows have lists
         parts = [value] if separator is None else str(value).split(separator)
-    texts = [normalized(text) for part in parts if (text := str(part).strip())]
-    if missing := next(filter(is_missing, texts), None):
+    texts = [columns.normalized(text) for part in parts if (text := str(part).strip())]
+    if missing := next(filter(columns.is_missing, texts), None):
         raise UserError(
             f"data.label: {row.place}: {column} has {missing}, which stands for none; leave the "
             "cell empty if the image has no label, or remove the row"
@@ -454,7 +444,12 @@ def _numbers(table: _Table, known: _Names | None) -> tuple[np.ndarray, _Names]:
     def number(row: Record, column: str) -> float:
         value = _cell(row, column, "data.label")
         try:
-            number = parse_number(value) if isinstance(value, str) else float(value)
+            number = columns.parse_number(value) if isinstance(value, str) else float(value)
+            if _DIGITS.fullmatch(digits := str(value).strip()) and int(digits) != number:
+                raise UserError(
+                    f"data.label: {row.place}: {column} is {digits}, which 64 bits round to "
+                    f"{int(number)}; subtract one number from all"
+                )
             if abs(number) <= float(np.finfo(np.float32).max):
                 return number
         except (ValueError, TypeError, OverflowError):
@@ -478,7 +473,7 @@ def _splits(
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     config, column = table.config, _split_column(table)
     groups = None if is_whole and column is None else _groups(table)
-    notes = [] if is_whole else describe_alike(groups or (), f"groups in {config.path}")
+    notes = [] if is_whole else columns.describe_alike(groups or (), f"groups in {config.path}")
     if column is None:
         if config.test_split is not None:
             raise UserError(
@@ -526,7 +521,9 @@ def _groups(table: _Table) -> list[str] | None:
     if table.config.group is None:
         return None
     column = table.choose("group", table.config.group)
-    groups = [normalized(str(_cell(row, column, "data.group")).strip()) for row in table.rows]
+    groups = [
+        columns.normalized(str(_cell(row, column, "data.group")).strip()) for row in table.rows
+    ]
     known: dict[str, str] = {}
     for file, group in zip(table.files, groups, strict=True):
         if known.setdefault(file, group) != group:

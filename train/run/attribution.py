@@ -30,6 +30,7 @@ from train.run.run_folder import RunFolder, as_json, atomic_write, read_sealed, 
 from train.run.setup import Setup
 from train.stored import read_arrays
 from train.tasks import kind_of, language
+from train.tasks.targets import KINDS
 
 _NUM_PICTURED = 24
 _MOST_BLOCKS = 64
@@ -97,9 +98,12 @@ class TrainingRows:
         return {name: a for name, a in batch.items() if name != "row"}
 
     def label(self, row: int) -> str:
-        """Return the name of an example's class; "" without one."""
-        labels, classes = self.dataset.train.get("label"), self.dataset.classes
-        return classes[labels[row]] if labels is not None and classes else ""
+        """Return the name of an example's class, its labels or its numbers; "" without one."""
+        labels, dataset = self.dataset.train.get("label"), self.dataset
+        if labels is None or not dataset.classes:
+            return ""
+        kind = "class" if labels.ndim == 1 else "numbers" if dataset.scaling else "labels"
+        return ", ".join(map(str, KINDS[kind](dataset).describe(labels[row]).values()))
 
 
 def query_of(run: Setup, network: RestoredNetwork, options: AttributeArguments) -> Query:

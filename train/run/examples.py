@@ -230,8 +230,9 @@ def draw_augmented(run: Setup, path: Path) -> None:
     dataset, data_section = run.task.dataset, run.config.data
     if not isinstance(data_section, Photos) or run.config.is_release_only:
         return
-    rows = data.select_rows(dataset.train, spread(data.num_examples(dataset.train), _NUM_AUGMENTED))
-    batch = data.augment_rows(dataset, rows, np.random.default_rng(0))
+    chosen = spread(data.num_examples(dataset.train), _NUM_AUGMENTED)
+    rows = {name: a[chosen] for name, a in dataset.train.items()}
+    batch = dataset.augmented(rows, np.random.default_rng(0))  # with numbers as they are
     targets, mix = targets_of(run), batch.get("mix")
     shares = {"label": mix} if mix is None else {"label": mix, "label_2": 1 - mix}
     captions = []

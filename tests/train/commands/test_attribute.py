@@ -230,7 +230,7 @@ def test_a_completion_is_attributed_to_rows_of_text(tmp_path, monkeypatch, capsy
     expected = explicit(losses, params, batch, query)
     chex.assert_trees_all_close(column(rows, "score"), expected, rtol=1e-3, atol=1e-4)
     assert exit_code("attribute", "run", "--example", "four.png") == 2
-    assert_one_line_error(capsys, "which predicts no labels of images")
+    assert_one_line_error(capsys, "which predicts no class of an image")
     assert exit_code("attribute", "run", "--prompt", "a", "--completion", "far too long") == 2
     assert_one_line_error(capsys, "--completion: has 12 tokens; expected 1 to data.context 8")
 

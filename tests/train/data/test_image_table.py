@@ -2,19 +2,23 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from data_cases import error_message
 from image_cases import write_image
 
-from train import tasks
+from train import data as datasets
+from train import output, tasks
 from train.config import Clipped, Config
-from train.data import Outputs, Scaling, evaluation_batches, records
+from train.data import columns
 from train.data.image_table import ImageTable
 from train.data.labeled_images import balanced_weights
 from train.data.splits import hold_out, hold_out_files
 from train.errors import UserError
+from train.run.attribution import TrainingRows
+from train.run.examples import draw_augmented
 
 N = 40
 
@@ -53,7 +57,7 @@ def test_reads_classes_and_holds_images_out(folder):
     assert data.classes == ("grün", "rot")
     assert labels(data) == {f"{i:02}": i % 2 for i in range(N)}
     assert 4 <= len(data.test["label"]) <= 14
-    (batch,) = evaluation_batches(data, 20)
+    (batch,) = datasets.evaluation_batches(data, 20)
     assert batch["image"].shape == (20, 8, 8, 3)
     assert "are held out" in data.notes[-1]
 
@@ -96,6 +100,13 @@ def test_integers_are_names_of_classes(folder):
     assert data.classes == ("007", "12")
 
 
+def test_classes_that_join_others_or_look_alike_are_noted():
+    assert columns.describe_classes(("cat", "cat | dog", "cat\u200b", "dog")) == (
+        "cat and cat\u200b are two classes, which differ in case, space or zeros",
+        "the class cat | dog joins others, as several labels of an image would be",
+    )
+
+
 def test_several_labels_in_columns_or_in_one(folder):
     tags = {"red": lambda i: i % 2, "big": lambda i: int(i % 3 == 0)}
     joined = {"tags": lambda i: "|".join(n for n, of in tags.items() if of(i))}
@@ -130,6 +141,25 @@ def test_large_numbers_keep_their_digits(folder, start):
     batch = data.test_batch({name: a[:2] for name, a in data.test.items()})["label"]
     assert batch.dtype == np.float32
     np.testing.assert_allclose(data.scaling.restore(batch), data.test["label"][:2], atol=1e-5)
+    table = write(folder, FILE | {"t": lambda i: 2**53 + i})
+    message = error_message(load, table, targets="numbers")
+    assert f"t is {2**53 + 1}, which 64 bits round to {2**53}" in message
+
+
+def test_mixed_images_have_two_standardized_numbers(folder, monkeypatch):
+    data = load(write(folder, FILE | {"age": lambda i: 20 + i}), targets="numbers", mixup=1.0)
+    rows, generator = datasets.select_rows(data.train, np.arange(8)), np.random.default_rng(0)
+    batch = datasets.augment_rows(data, rows, generator)
+    for name in ("label", "label_2"):
+        found = np.sort(data.scaling.restore(batch[name]), 0)
+        np.testing.assert_allclose(found, np.sort(rows["label"], 0), rtol=1e-5)
+    assert TrainingRows(data, 8).label(0) == str(rows["label"][0, 0])
+    config = SimpleNamespace(data=ImageTable(targets="numbers"), is_release_only=False, name="")
+    run, drawn = SimpleNamespace(task=SimpleNamespace(dataset=data), config=config), []
+    monkeypatch.setattr(output.plots, "classifications", lambda *given: drawn.extend(given[1]))
+    draw_augmented(run, folder)  # shows the numbers of the table
+    numbers = {line.split("% ")[1] for text in drawn for line in text.splitlines()}
+    assert numbers <= {f"{20 + i:.1f}" for i in range(N)}
 
 
 def test_a_private_run_takes_the_scaling_of_numbers_from_the_config(folder):
@@ -143,7 +173,7 @@ def test_a_private_run_takes_the_scaling_of_numbers_from_the_config(folder):
     with pytest.raises(UserError, match=r"data.targets: numbers .* give data.label_mean and"):
         tasks.load(config)
     given = config.data.replace(label_mean=(50.0,), label_std=(20.0,))
-    assert tasks.load(config.replace(data=given)).scaling == Scaling((50.0,), (20.0,))
+    assert tasks.load(config.replace(data=given)).scaling == datasets.Scaling((50.0,), (20.0,))
     with pytest.raises(UserError, match="1 and 0 numbers, but there are 1 to predict"):
         tasks.load(config.replace(data=given.replace(label_std=())))
 
@@ -207,18 +237,18 @@ def test_a_column_tells_the_splits(folder):
 def test_another_table_for_a_trained_network(folder):
     path = write(folder, FILE | COLOUR)
     config = ImageTable(path=str(path), images=str(folder / "pics"), image_size=8)
-    data = config.load_test(lambda: Outputs(("blau", "grün", "rot")))
+    data = config.load_test(lambda: datasets.Outputs(("blau", "grün", "rot")))
     assert (len(data.test["id"]), *data.test["label"][:2]) == (N, 1, 2)
-    message = error_message(config.load_test, lambda: Outputs(("rot", "blau")))
+    message = error_message(config.load_test, lambda: datasets.Outputs(("rot", "blau")))
     assert "line 2: the network knows no label grün" in message
     message = error_message(
-        config.replace(label=("x",)).load_test, lambda: Outputs(("rot", "grün"))
+        config.replace(label=("x",)).load_test, lambda: datasets.Outputs(("rot", "grün"))
     )
     assert "data.label: no column x in" in message
     numbers = config.replace(targets="numbers", path=str(write(folder, FILE | {"a": int}, "n.csv")))
-    scaling = Scaling((1.0,), (2.0,))
-    assert numbers.load_test(lambda: Outputs(("a",), None, scaling)).scaling == scaling
-    message = error_message(numbers.load_test, lambda: Outputs(("b",), None, scaling))
+    scaling = datasets.Scaling((1.0,), (2.0,))
+    assert numbers.load_test(lambda: datasets.Outputs(("a",), None, scaling)).scaling == scaling
+    message = error_message(numbers.load_test, lambda: datasets.Outputs(("b",), None, scaling))
     assert "line 2: no column b; there are filename, a" in message
 
 
@@ -402,7 +432,7 @@ def test_copies_in_both_splits_are_told(folder):
     assert notes[:2] == columns
     assert "39.png of " in notes[2]
     config = ImageTable(path=str(table), images=str(folder / "pics"), image_size=8)
-    notes = config.load_test(lambda: Outputs(("grün", "rot"))).notes
+    notes = config.load_test(lambda: datasets.Outputs(("grün", "rot"))).notes
     assert notes[2:] == (
         f"paths begin in {folder / 'pics'}, as in the run; others must be absolute",
     )
@@ -431,7 +461,7 @@ def test_what_a_table_may_mean_is_told(folder):
 def test_damaged_tables_name_the_line(tmp_path):
     def read(content, name="t.csv"):
         (tmp_path / name).write_bytes(content)
-        return [*records.read(str(tmp_path / name), "data.path")]
+        return [*datasets.records.read(str(tmp_path / name), "data.path")]
 
     assert read(b'a,b\n"x,\n1",2\n\n')[0].fields == {"a": "x,\n1", "b": "2"}
     assert "line 3: 3 values, but the first line names 2" in error_message(
