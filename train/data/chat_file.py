@@ -16,10 +16,9 @@ from typing_extensions import override
 
 from train.config import Config
 from train.config.section import Count, Seed
-from train.data import Arrays, Dataset, records
+from train.data import Arrays, Dataset, columns, records
 from train.data.chat import DATA_DATE, ROLES, ChatTemplate, load_template
 from train.data.chat_end import AnswerEnd, find_end
-from train.data.columns import clean_name, describe_unread, is_missing, number_users
 from train.data.packing import gather, pack
 from train.data.placeholder import Placeholder, zero_tokens
 from train.data.records import Record
@@ -240,6 +239,7 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
     for rows, documents in ((train_rows, train), (test_rows, test)):
         if config.label is not None:
             rows.arrays["label"] = _labels(documents, classes)
+    notes += columns.describe_classes(classes)
 
     def batch_of(own: Rows, rows: Arrays, *, is_weighed: bool) -> Arrays:
         batch = own.gather(rows, config.context)
@@ -253,7 +253,7 @@ def load(config: ChatFile, *, private: bool = False) -> Dataset:
 
     users = None
     if config.user is not None:  # never packed, because users are protected by noise
-        users = number_users(np.array([d.user for d in train], np.str_))
+        users = columns.number_users(np.array([d.user for d in train], np.str_))
     tokens_per_byte = None
     # The text of a chat has special tokens, which nobody writes in bytes.
     num_bytes = 0 if read.template or classes else sum(int(d.bytes[d.target].sum()) for d in test)
@@ -315,11 +315,11 @@ def load_unlabeled(config: ChatFile, path: str) -> tuple[list[str], Arrays, list
 
 def _name(record: Record, column: str) -> str:
     value = record.get(column)
-    if is_missing(value) or (isinstance(value, str) and not value.strip()):
+    if columns.is_missing(value) or (isinstance(value, str) and not value.strip()):
         raise UserError(f"{record.where}: {column} is {value!r}, which stands for none")
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise UserError(f"{record.where}: {column} must be a text or an integer, got {value!r}")
-    return clean_name(str(value))
+    return columns.clean_name(str(value))
 
 
 def _labels(documents: list[Document], classes: tuple[str, ...]) -> np.ndarray:
@@ -566,7 +566,9 @@ class Reader:
     def notes(self) -> list[str]:
         """Ends of answers, and what of records and messages does not count."""
         tools = ("tools", "functions") * (self.kind == "chat")
-        notes = describe_unread("fields", self._used, (n for n in self._seen if n not in tools))
+        notes = columns.describe_unread(
+            "fields", self._used, (n for n in self._seen if n not in tools)
+        )
         if self.template and self._config.label is None and self._tokenizer.folder:
             notes.insert(0, self._ends(self.template))
         if unwritten := [what for what, is_written in self._written.items() if not is_written]:

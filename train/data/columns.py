@@ -23,6 +23,7 @@ _COMMENT = re.compile(r"\s*#(?![0-9a-fA-F]{6}\b)")
 _CVAT = re.compile(r":\d+,\d+,\d+")
 """Color in labelmap.txt of CVAT, whose fields are separated by colons."""
 _BREAK = re.compile(r"\s*[\r\n]+\s*")
+_JOINED = re.compile(r"\s*[|;,/]\s*")
 _NEVER = "\x1f"
 """Separator of fields that no text has, because a name may have a comma."""
 NO_TEXT = {
@@ -90,8 +91,8 @@ def normalized(name: str) -> str:
 
 
 def clean_name(text: str) -> str:
-    """Return the name of a class or user as it counts: in one form, without space around it."""
-    return normalized(_BREAK.sub(" ", text.strip()))
+    """Return a name as it counts: in one form, without space around it and byte order marks."""
+    return normalized(_BREAK.sub(" ", text.replace("\ufeff", "").strip()))
 
 
 def parse_json(content: str | bytes) -> Any:
@@ -315,6 +316,9 @@ def describe_classes(names: Sequence[str], labels: np.ndarray | None = None) -> 
       labels: class of each training image, [N], or which labels it has, [N, labels].
     """
     notes = describe_alike(names, "classes")
+    known = {*names}
+    if joined := [n for n in names if n not in (parts := _JOINED.split(n)) and known >= {*parts}]:
+        notes.append(f"the class {joined[0]} joins others, as several labels of an image would be")
     held = np.arange(len(names)) if labels is None else labels
     held = np.flatnonzero(held.any(0)) if held.ndim == 2 else held
     if absent := np.setdiff1d(np.arange(len(names)), held).tolist():
@@ -326,7 +330,8 @@ def describe_classes(names: Sequence[str], labels: np.ndarray | None = None) -> 
 
 def describe_alike(names: Iterable[str], what: str) -> list[str]:
     """Return notes about up to three pairs of names that look alike, as 1 and 01.0."""
-    plain = {n: unicodedata.normalize("NFKC", n).strip().casefold() for n in names}
+    seen = {n: "".join(c for c in n if unicodedata.category(c) != "Cf") for n in names}
+    plain = {n: unicodedata.normalize("NFKC", name).strip().casefold() for n, name in seen.items()}
     key_of = {n: re.sub(r"\A(\d+)\.0*\Z", r"\1", key).lstrip("0") for n, key in plain.items()}
     last = {key: name for name, key in key_of.items()}
     pairs = [(name, last[key]) for name, key in key_of.items() if last[key] != name]
@@ -361,7 +366,10 @@ def check_users(ids: np.ndarray, examples: int, what: str) -> np.ndarray:
             f"{what} is {ids.dtype} of shape {ids.shape}; expected one integer or string for each "
             f"of the {examples} examples"
         )
-    return ids.reshape(-1)
+    if ids.dtype.kind == "S":
+        ids = np.char.decode(ids, "utf-8", "surrogateescape")
+    ids = ids.reshape(-1)
+    return np.array([*map(clean_name, ids.tolist())]) if ids.dtype.kind == "U" else ids
 
 
 def number_users(ids: np.ndarray) -> np.ndarray:

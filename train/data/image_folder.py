@@ -12,21 +12,12 @@ import numpy as np
 from annotated_types import MinLen
 
 from train.config.section import Count
-from train.data import Dataset, Outputs, storage
-from train.data.columns import check_names, choose, normalized, number_users
+from train.data import Dataset, Outputs, splits, storage
+from train.data.columns import check_names, choose, clean_name, normalized, number_users
 from train.data.files import IMAGE_PATTERNS, ImageFiles, check_folder, list_images, subfolders
 from train.data.labeled_images import image_dataset
 from train.data.order import SampledBatches
 from train.data.photos import LabeledFiles
-from train.data.splits import (
-    SPLIT_NAMES,
-    choose_test_split,
-    choose_training_split,
-    describe_hold_out,
-    describe_splits,
-    hold_out_files,
-    refuse_folds,
-)
 from train.errors import UserError, list_available, shorten
 
 _EXPECTED = "one folder per class, or train/ and val/ or test/ that hold them"
@@ -103,7 +94,7 @@ def load(config: ImageFolder, trained: tuple[str, ...] | None = None) -> Dataset
         classes=classes,
         compared=files,
         trained=trained is not None,
-        users=None if config.user is None or trained else _users(root, train),
+        users=None if config.user is None or trained else number_users(_users(root, train)),
         order=_order(config, train.labels),
         notes=notes + storage.describe_skipped(train.skipped + test.skipped),
     )
@@ -137,17 +128,17 @@ def _find_splits(config: ImageFolder) -> tuple[tuple[str, ...], _Split, _Split, 
     check_folder(root, f"; expected a folder with {_EXPECTED}; for a table {_TABLE}")
     skipped = Counter[str]()
     folders = subfolders(root, skipped)
-    usual = {*itertools.chain(*SPLIT_NAMES.values())}
-    train_name, test_name = choose_training_split(folders), None
+    usual = {*itertools.chain(*splits.SPLIT_NAMES.values())}
+    train_name, test_name = splits.choose_training_split(folders), None
     if train_name or len(folders) == 1 or usual & {name.lower() for name in folders}:
         if train_name is None:
             raise UserError(
                 f"data.path: no folder {root / 'train'}; {root} must hold {_EXPECTED}"
                 f"{list_available([*folders], 'folders')}"
             )
-        test_name = choose_test_split(config.test_split, folders, root)
+        test_name = splits.choose_test_split(config.test_split, folders, root)
         if test_name is not None:
-            refuse_folds(config, f"{root} has the folder {test_name}")
+            splits.refuse_folds(config, f"{root} has the folder {test_name}")
     elif config.test_split is not None:
         raise UserError(
             f"data.test_split: {root} holds the classes themselves, and data.test_fraction of "
@@ -174,15 +165,16 @@ def _find_splits(config: ImageFolder) -> tuple[tuple[str, ...], _Split, _Split, 
         ]
         if differences:
             raise UserError(f"data.path: the classes differ: {'; '.join(differences)}")
-        notes = describe_splits(train_name or "", test_name, folders)
+        notes = splits.describe_splits(train_name or "", test_name, folders)
         subfolders(root / test_name, skipped)
         train = _find(root, train_name, names, skipped)
         return names, train, _find(root, test_name, names), notes
     whole = _find(root, train_name, names, skipped)
     keys = [path.removeprefix(whole.prefix) for path in whole.paths]
-    is_test = hold_out_files(config, keys, whole.labels)
+    users = None if config.user is None else _users(root, whole).tolist()
+    is_test = splits.hold_out_files(config, keys, whole.labels, users)
     rows, test_rows = np.flatnonzero(~is_test), np.flatnonzero(is_test)
-    note = describe_hold_out(config, is_test, f"no val/ or test/ in {root}")
+    note = splits.describe_hold_out(config, is_test, f"no val/ or test/ in {root}")
     others = [name for name in folders.values() if train_name and name != train_name]
     if others:
         note += f"; {shorten(others)} next to {train_name} is not read: data.test_split"
@@ -196,7 +188,7 @@ def _find_test(config: ImageFolder, classes: Sequence[str]) -> _Split:
     if name is not None:  # even the training images, whose score is of interest, too
         name = choose("data.test_split", name, folders, root, "split")
     elif not {*folders} <= known:
-        name = choose_test_split(None, folders, root)
+        name = splits.choose_test_split(None, folders, root)
     folder = root / (name or "")
     unknown = [own for key, own in subfolders(folder).items() if key not in known]
     if unknown:
@@ -214,7 +206,7 @@ def _users(root: Path, train: _Split) -> np.ndarray:
             raise UserError(
                 f"data.user: {root / path} is in no folder of a user; expected CLASS/USER/FILE"
             )
-    return number_users(np.array([names[1] for names in parts]))
+    return np.array([clean_name(names[1]) for names in parts])
 
 
 def _find(

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from train.config.section import Positive
 from train.data import Dataset, storage
-from train.data.columns import are_integers, as_labels, name_classes, read_names
+from train.data.columns import are_integers, as_labels, is_named, name_classes, read_names
 from train.data.labeled_images import image_dataset
 from train.data.order import Rows, ShuffledBatches
 from train.data.photos import LabeledFiles
@@ -223,8 +223,11 @@ def _labels(
         raise UserError(f"data.path: there are no images in {shorten(paths)}")
     kinds = {index.labels.dtype.kind for _, index in found}
     labels = np.concatenate([index.labels for _, index in found])  # numbers become texts
-    is_named = names is None or not {*names}.isdisjoint(labels.tolist())
-    if kinds == {"i"} or (not is_named and are_integers(labels)):
+    has_names = names is None or not {*names}.isdisjoint(labels.tolist())
+    if kinds == {"i"} or (not has_names and are_integers(labels)):
+        if config.class_names and are_integers(np.array(names)) and is_named(names or ()):
+            given = f"names are numbers, {shorten(names or ())}, but not 0, 1, ..."
+            raise UserError(f"data.class_names: {given}; a label may be one or count: rename them")
         return as_labels(labels.astype(np.int64), "data.label"), names
     if len(kinds) > 1 and not are_integers(labels):
         texts = next(path for path, index in found if index.labels.dtype.kind == "U")

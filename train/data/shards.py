@@ -38,7 +38,7 @@ _THREADS = 16
 """Shards that are indexed or read at once."""
 CACHE_BYTES = 2**30
 """Bytes of row groups that are kept in memory."""
-_INDEX_VERSION = 5
+_INDEX_VERSION = 6
 
 
 class Fields(NamedTuple):
@@ -150,6 +150,7 @@ def _index_tar(path: str, size: int, fields: Fields) -> Index:
     label, _, json_field = (fields.label or "cls").partition(".")
     samples: dict[str, dict[str, tuple[int, int]]] = {}
     labels: dict[str, bytes] = {}
+    left_out: set[str] = set()
     with storage.open_file(path) as file:
         problem, last = "", ""
         for member, start, count in _tar_members(file, path):
@@ -162,11 +163,12 @@ def _index_tar(path: str, size: int, fields: Fields) -> Index:
                     f"{start + count:,}"
                 )
                 break
+            if part := storage.hidden_part(member):
+                left_out.add(part)
+                continue
             folder, slash, name = member.rpartition("/")
             key, _, extension = name.partition(".")
             key, extension = folder + slash + key, extension.lower()
-            if not key or key.rpartition("/")[2] == "":  # a hidden file
-                continue
             parts = samples.setdefault(key, {})
             if extension in parts:
                 raise UserError(f"data.path: {path} has {member} twice")
@@ -195,6 +197,8 @@ def _index_tar(path: str, size: int, fields: Fields) -> Index:
     kinds = sorted({extension for parts in samples.values() for extension in parts})
     used = [kind for kind in kinds if kind in (*names, label)]
     notes = describe_unread("files", used, kinds)
+    if left_out:
+        notes.append(f"files and folders are left out of shards: {shorten(sorted(left_out))}")
     if not images and not problem:
         wanted = f"*.{fields.image}" if fields.image else "with an image"
         raise UserError(f"data.image: {path} has no file {wanted}{list_available(kinds, 'files')}")
@@ -256,7 +260,7 @@ def _tar_members(file: IO[bytes], path: str) -> Iterator[tuple[str, int, int]]:
 def _tar_label(path: str, key: str, content: bytes | None, label: str, field: str) -> Any:
     if content is None:
         raise UserError(f"data.label: {key} in {path} has no file *.{label}")
-    text = content.decode(errors="surrogateescape").strip()
+    text = content.decode("utf-8-sig", "surrogateescape").strip()
     if not field:
         return text
     try:

@@ -9,6 +9,7 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import IO, Any, NamedTuple
@@ -197,6 +198,19 @@ def expand(path: str, skipped: Counter[str] | None = None) -> list[str] | None:
       StorageError: if the storage is not accessible.
     """
     skipped = Counter() if skipped is None else skipped
+
+    def visible(found: list[str]) -> list[str]:
+        """Leave out hidden files, and what other programs leave, unless the path names them."""
+        hidden = {
+            file: part
+            for file in found
+            for name in file.split("/")
+            if (part := hidden_part(name))
+            and not any(name[0] == own[:1] and fnmatchcase(name, own) for own in path.split("/"))
+        }
+        skipped.update(hidden.values())
+        return sorted({*found} - hidden.keys())
+
     if (several := list(_expand_braces(path))) != [path]:
         found = [file for part in several for file in expand(part, skipped) or [part]]
         return list(dict.fromkeys(found))
@@ -205,17 +219,12 @@ def expand(path: str, skipped: Counter[str] | None = None) -> list[str] | None:
             if os.path.isdir(path):
                 return sorted(os.path.join(path, file) for file in walk(path, skipped))
             has_pattern = glob.has_magic(path) and not os.path.exists(path)
-            return sorted(glob.glob(path, recursive=True)) if has_pattern else None
+            return visible(glob.glob(path, recursive=True)) if has_pattern else None
         files = filesystem(path)
-        if glob.has_magic(path):
-            return sorted(files.unstrip_protocol(name) for name in files.glob(path))
-        if not files.isdir(path):
+        if not glob.has_magic(path) and not files.isdir(path):
             return None
-        root = files.unstrip_protocol(files._strip_protocol(path)).rstrip("/")
-        found = [files.unstrip_protocol(name) for name in files.find(path)]
-        hidden = [hidden_part(file.removeprefix(root).strip("/")) for file in found]
-        skipped.update(filter(None, hidden))
-        return sorted(f for f, part in zip(found, hidden, strict=True) if not part)
+        names = files.glob(path) if glob.has_magic(path) else files.find(path)
+        return visible([files.unstrip_protocol(name) for name in names])
     except Exception as error:
         raise as_storage_error(path, error) from error
 
@@ -318,7 +327,7 @@ def hidden_part(path: str) -> str:
     for part in re.split(r"[/\\]", path):
         if part.casefold() in _OF_TOOLS:
             return repr(part)[1:-1]
-        if part.startswith("."):
+        if part.startswith(".") and part.strip("."):
             return "hidden"
     return ""
 

@@ -1,12 +1,13 @@
 """Files of a data set: copies in both splits."""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from train.data import files
+from train.data import files, storage
 
 
 def test_copies_of_training_images_are_told(tmp_path, monkeypatch):
@@ -76,3 +77,13 @@ def test_images_that_use_few_of_16_bits_are_told(tmp_path):
     assert note.startswith("images of 16 bits have values of at most 4,095 of 65,535, so that")
     Image.fromarray(np.array([[0, 60_000]], np.uint16)).save(paths[0])
     assert files.describe_files(paths[:2], paths[2:]) == ()
+
+
+def test_patterns_leave_out_what_they_do_not_name(tmp_path):
+    for name in ("a.csv", "@eaDir/b.csv", "x/@eaDir/c.csv", ".d.csv"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    skipped = Counter()
+    for pattern, name in (("**/*", "a.csv"), ("@eaDir/*", "@eaDir/b.csv"), (".*", ".d.csv")):
+        assert storage.expand(f"{tmp_path}/{pattern}.csv", skipped) == [str(tmp_path / name)]
+    assert skipped == {"@eaDir": 2}

@@ -10,14 +10,8 @@ import pytest
 from data_cases import error_message, take_batches
 from shard_cases import CLASSES, WRITERS, pixels, png, write_parquet, write_tar
 
+from train import data as datasets
 from train.config import Config, ImageShards
-from train.data import (
-    evaluation_batches,
-    image_shards,
-    sample_batch,
-    sample_evaluation_batch,
-    training_batches,
-)
 from train.data.shards import CACHE_BYTES, Fields, Index, Shards, index_shards
 from train.data.unreadable import UnreadableFiles
 from train.errors import TrainingError
@@ -76,7 +70,7 @@ def test_reads_every_image_with_its_label(kind, tmp_path):
             assert label == i % 3
             seen.add(i)
     assert seen == set(range(24))
-    (test,) = evaluation_batches(data, 6)
+    (test,) = datasets.evaluation_batches(data, 6)
     chex.assert_trees_all_equal(test["image"], np.stack([center(i) for i in range(24, 30)]))
     chex.assert_trees_all_equal(test["weight"], np.ones(6, np.float32))
 
@@ -122,7 +116,10 @@ def test_finds_labels_in_json_and_in_names_of_folders(tmp_path):
         for i in range(12):
             (tmp_path / "image.png").write_bytes(png(i))
             shard.add(tmp_path / "image.png", f"train/{CLASSES[i % 3]}/{i}.png")
-    assert load(tmp_path / "b.tar", test_fraction=0.25).classes == CLASSES
+            shard.add(tmp_path / "image.png", f"train/{CLASSES[i % 3]}/@eaDir/{i}.png/THUMB_M.png")
+    data = load(tmp_path / "b.tar", test_fraction=0.25)  # thumbnails of a NAS are no images
+    assert data.classes == CLASSES
+    assert data.notes[0] == "files and folders are left out of shards: @eaDir"
     write_tar(tmp_path / "c.tar", range(3), files=lambda i: {"png": png(i)})
     message = error_message(load, tmp_path / "c.tar")
     assert "no file *.cls, and its images are in no folders" in message
@@ -187,7 +184,7 @@ def test_only_digits_are_numbers_and_names_have_one_form(tmp_path):
     write_labels(tmp_path / "a.tar", ["10", "1_0", "20"] * 4)
     data = load(tmp_path / "a.tar", label="json.y", test_fraction=0.25)
     assert data.classes == ("10", "1_0", "20")
-    write_labels(tmp_path / "c.tar", ["caf\u00e9", "cafe\u0301 ", "the"] * 4)
+    write_labels(tmp_path / "c.tar", ["caf\u00e9", "\ufeffcafe\u0301 ", "the"] * 4)
     assert load(tmp_path / "c.tar", label="json.y").classes == ("caf\u00e9", "the")
     write_labels(tmp_path / "b.tar", ["1", "0", "02"] * 4)
     data = load(tmp_path / "b.tar", label="json.y", test_fraction=0.25)
@@ -239,6 +236,9 @@ def test_files_of_class_names_may_have_a_byte_order_mark_but_no_gaps(tmp_path):
     assert error_message(load, tmp_path / "a.tar", **options) == (
         f"data.class_names: line 2 of {names} is empty; expected a class name"
     )
+    names.write_text("2\n0\n1\n")
+    message = error_message(load, tmp_path / "a.tar", **options)
+    assert message.startswith("data.class_names: names are numbers, 2, 0, 1, but not 0, 1, ...")
     names.write_bytes("h\xfcnd\n".encode("latin-1"))
     assert "is not UTF-8 at byte 1; convert it" in error_message(
         load, tmp_path / "a.tar", **options
@@ -284,7 +284,7 @@ def test_a_pattern_without_a_test_shard_holds_out_a_fraction(tmp_path):
     "options", [{"kind": "tar"}, {"kind": "parquet"}, {"kind": "parquet", "plain": True}]
 )
 def test_one_image_less_moves_no_other(options, tmp_path, monkeypatch):
-    monkeypatch.setattr(image_shards, "_READ_AT_ONCE", 16)
+    monkeypatch.setattr(datasets.image_shards, "_READ_AT_ONCE", 16)
     kind = options["kind"]
     if kind == "parquet":
         pytest.importorskip("pyarrow")
@@ -293,7 +293,7 @@ def test_one_image_less_moves_no_other(options, tmp_path, monkeypatch):
     def tested(ids):
         WRITERS[kind](tmp_path / f"a.{kind}", ids, **others)
         data = load(tmp_path / f"a.{kind}", test_fraction=0.3, split_seed=1)
-        (batch,) = evaluation_batches(data, len(data.test["id"]))
+        (batch,) = datasets.evaluation_batches(data, len(data.test["id"]))
         images = {center(i).tobytes(): i for i in ids}
         return {images[image.tobytes()] for image in batch["image"]}
 
@@ -349,33 +349,33 @@ def test_a_batch_is_the_same_for_any_number_of_processes(
     for process in range(processes):
         data = load(tmp_path, workers=workers, **options)
         local = np.arange(8) * processes // 8 == process
-        batches = training_batches(data, 8, 0, local)
+        batches = datasets.training_batches(data, 8, 0, local)
         parts.append([next(batches) for _ in range(4)])
         for batch, expected in zip(parts[-1], whole, strict=True):
             assert batch["weight"].all()
             assert not batch["image"][~local].any()
             for name in batch:
                 chex.assert_trees_all_equal(batch[name][local], expected[name][local])
-        test = list(evaluation_batches(data, 4, local[:4]))
-        for batch, expected in zip(test, evaluation_batches(data, 4), strict=True):
+        test = list(datasets.evaluation_batches(data, 4, local[:4]))
+        for batch, expected in zip(test, datasets.evaluation_batches(data, 4), strict=True):
             chex.assert_trees_all_equal(batch["image"][local[:4]], expected["image"][local[:4]])
             chex.assert_trees_all_equal(batch["weight"], expected["weight"])
 
 
 def test_a_process_reads_only_its_rows(kind, tmp_path, monkeypatch):
     monkeypatch.setattr("train.data.order.MIN_LANE_ROWS", 2)
-    counts, make = [], image_shards.Shards
+    counts, make = [], datasets.image_shards.Shards
 
     def counted(*args):
         counts.append(make(*args))
         return counts[-1]
 
-    monkeypatch.setattr(image_shards, "Shards", counted)
+    monkeypatch.setattr(datasets.image_shards, "Shards", counted)
     write(kind, tmp_path, train=64, test=4, **({"group": 2} if kind == "parquet" else {}))
     for processes in (1, 4):
         data, local = load(tmp_path), np.arange(8) * processes // 8 == 0
         order = data.order(8, 0)
-        batches = training_batches(data, 8, 0, local)
+        batches = datasets.training_batches(data, 8, 0, local)
         for _ in range(8):
             next(batches)
         ids = {int(i) for step in range(8 + 3) for i in order(step)[local]}  # three are prefetched
@@ -391,12 +391,14 @@ def test_continues_in_the_middle_of_an_epoch_with_other_processes(kind, tmp_path
     options = {"crop": "padded", "flip": True}
     whole, _ = take_batches(load(tmp_path, **options), n=7, size=8)
     data = load(tmp_path, **options)
-    batches = UnreadableFiles(data, print).watch(training_batches(data, 8, 0, np.arange(8) < 4))
+    batches = UnreadableFiles(data, print).watch(
+        datasets.training_batches(data, 8, 0, np.arange(8) < 4)
+    )
     for _ in range(4):
         next(batches)
     position = json.loads(json.dumps(batches.get_state()))  # as a checkpoint has it
     data = load(tmp_path, **options)
-    batches = UnreadableFiles(data, print).watch(training_batches(data, 8, 0))
+    batches = UnreadableFiles(data, print).watch(datasets.training_batches(data, 8, 0))
     batches.set_state(position)
     chex.assert_trees_all_equal([next(batches) for _ in range(3)], whole[4:])
 
@@ -574,7 +576,7 @@ def test_memory_of_shards_that_are_not_there_yet(tmp_path, options):
     missing = ImageShards(path=("none/train",), image_size=8, batch_size=2, **options).placeholder()
     assert missing.note == "no folder none/train: 1,000 classes are assumed"
     data = load(tmp_path / "a.tar", image_size=8, resize=8, test_fraction=0.5, **options)
-    for sample in (sample_batch, sample_evaluation_batch):
+    for sample in (datasets.sample_batch, datasets.sample_evaluation_batch):
         shapes = [
             {name: (a.shape, a.dtype) for name, a in sample(d, 2).items()}
             for d in (missing.dataset, data)

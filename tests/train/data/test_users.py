@@ -229,8 +229,9 @@ def test_one_more_user_moves_no_other():
 
 
 def test_an_array_names_the_users(tmp_path):
-    ids = np.array(["ann", "bob", "cy", "dee", "eve"])[np.arange(30) % 5]
-    path = write_npz(tmp_path / "data.npz", x=make_images(), y=make_labels(), writer=ids)
+    ids = np.array(["ann", "bob", "cy", "dee", "ev\u00eb"])[np.arange(30) % 5]
+    written = np.where(np.arange(30) < 15, np.char.replace(ids, "\u00eb", "e\u0308"), ids)  # Macs
+    path = write_npz(tmp_path / "data.npz", x=make_images(), y=make_labels(), writer=written)
     data = array_cases.load(path, user="writer", examples_per_user=2)
     assert len(data.users) == num_examples(data.train)
     train = {user: set(ids[data.train["id"][data.users == user]]) for user in range(4)}
@@ -261,6 +262,12 @@ def test_folders_in_classes_are_users(tmp_path):
     options = {"image_size": 8, "crop": "center", "user": "folder", "examples_per_user": 2}
     data = ImageFolder(path=str(tmp_path), **options).load()
     assert data.users.tolist() == [0, 0, 1, 0, 2]  # a folder's name is one user in all classes
+    for i in range(30):
+        write_image(tmp_path / "whole" / ("cat", "dog")[i % 2] / f"user {i // 3}" / f"{i}.png", i)
+    data = ImageFolder(path=str(tmp_path / "whole"), **options).load()
+    train, test = len(data.users), num_examples(data.test)
+    held_out = {data.test_name(i).split("/")[-2] for i in range(test)}
+    assert held_out.isdisjoint(data.name(i).split("/")[-2] for i in range(train))
     write_image(tmp_path / "train" / "cat" / "loose.png")
     with pytest.raises(UserError, match=r"cat/loose.png is in no folder of a user"):
         ImageFolder(path=str(tmp_path), **options).load()

@@ -31,6 +31,9 @@ def test_rows_are_whole_texts_with_the_number_of_their_class(write):
         assert {"text": text, "label": label} in TEXTS
     numbers = [{"text": "a", "label": n} for n in (2, 10)] * 20
     assert load(ChatFile(path=write(numbers), label="label")).classes == ("2", "10")
+    alike = [{"text": "a", "label": n} for n in ("two", "Two")] * 20
+    notes = load(ChatFile(path=write(alike), label="label")).notes
+    assert "Two and two are two classes, which differ in case, space or zeros" in notes
 
 
 @pytest.mark.parametrize(
