@@ -20,12 +20,15 @@ from train.errors import UserError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ADAPTERS = "adapter_config.json"
-SMALL_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "chat_template.jinja", "preprocessor_config.json",
+TEXT_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "tokenizer.model", "spiece.model", "added_tokens.json", "vocab.json", "merges.txt",
-    "processor_config.json", "chat_template.json",
+    "chat_template.json",
 )  # fmt: skip
+SMALL_FILES = (
+    *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
+    *TEXT_FILES,
+)
 """Files of a model that a run copies: all but its weights."""
 
 DTYPES: dict[str, Any] = {

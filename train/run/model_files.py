@@ -21,8 +21,8 @@ from fnet.models.vit import resize_positions
 from train.arguments import ExportArguments
 from train.config import Config
 from train.data.chat import load_generation_settings, load_json
-from train.data.chat_end import find_end
-from train.data.model_folder import INDEX, SINGLE, ModelFolder, read_folder
+from train.data.chat_end import AnswerEnd, find_end
+from train.data.model_folder import INDEX, SINGLE, TEXT_FILES, ModelFolder, read_folder
 from train.data.photos import Photos
 from train.data.text import Text
 from train.data.text_file import TextFile
@@ -91,8 +91,10 @@ def export_model(opened: OpenRun, options: ExportArguments) -> Path:
         published = _language_model(opened, source, network, best=options.best)
     with _new_folder(out) as part:
         _write_tensors(part, published, folder.origin(published.step))
-        copy_small_files(part, folder.model, source.path)
-        _name_end(part, opened.config.data)
+        copy_small_files(part, folder.model if folder.model.is_dir() else source.path)
+        if end := _unnamed_end(part, opened.config.data):
+            path, ends = part / "generation_config.json", load_generation_settings(part).end_tokens
+            path.write_text(as_json(load_json(path) | {"eos_token_id": [*ends, end.token]}))
         for name, content in published.files.items():
             (part / name).write_text(as_json(content))
     return out
@@ -118,10 +120,15 @@ def _write_adapters(
             "alike, or export without --adapters; over other weights results differ",
             file=sys.stderr,
         )
+    if end := _unnamed_end(source.path, opened.config.data):
+        name = source.path / "generation_config.json"
+        text = f"{name}: lacks {end.text}, the end of answers; add {end.token} to eos_token_id"
+        print(f"{text}, or texts do not stop there", file=sys.stderr)
     modules = huggingface_modules(network.base)
     config, tensors = to_peft(adapters, trained, modules, str(source.path))
     metadata = {"format": "pt"} | opened.folder.origin(step)
     with _new_folder(out) as part:
+        copy_small_files(part, opened.folder.model, TEXT_FILES)
         (part / "adapter_config.json").write_text(as_json(config | {"task_type": "CAUSAL_LM"}))
         weight_files.write(part / "adapter_model.safetensors", tensors, metadata)
 
@@ -294,18 +301,16 @@ def _not_supported(source: ModelFolder) -> UserError:
     )
 
 
-def _name_end(out: Path, data: Any) -> None:
-    """Name the end of answers in generation_config.json, if the run may have learned it."""
+def _unnamed_end(folder: Path, data: Any) -> AnswerEnd | None:
+    """Return the end of answers that the run may have learned, if the folder does not name it."""
     if isinstance(data, TextFile) or not isinstance(data, Text):
-        return
+        return None
     tokenizer = load_tokenizer(data)
     try:
         end = find_end(language.chat_template(data, tokenizer), tokenizer)
     except UserError:  # there is no template, so that these are no chats
-        return
-    ends, path = load_generation_settings(out).end_tokens, out / "generation_config.json"
-    if end and end.token not in ends:
-        path.write_text(as_json(load_json(path) | {"eos_token_id": [*ends, end.token]}))
+        return None
+    return end if end and end.token not in load_generation_settings(folder).end_tokens else None
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -16,13 +16,12 @@ from pydantic import Field, FiniteFloat
 
 from train.arguments import EvalArguments, given_options
 from train.config import Config, Optim, Train
-from train.data import Dataset, Outputs, Scaling, num_examples
+from train.data import Dataset, Outputs, Scaling, model_folder, num_examples
 from train.data.canaries import add_canaries
 from train.data.chat_file import ChatFile
 from train.data.files import describe_copies, describe_images
 from train.data.image_folder import ImageFolder
 from train.data.label_map import IGNORE, LabelMap
-from train.data.model_folder import SMALL_FILES, how_to_get, is_model_folder, read_folder
 from train.data.text import Text
 from train.errors import UserError, warn, writing
 from train.gradients.mean import Mean
@@ -82,10 +81,12 @@ class OpenRun:
     def of(cls, given: str, *, or_model: bool = False) -> Self:
         """Open the run of a folder or config.json that a user gives, or a published model."""
         folder = RunFolder.of(given)
-        is_model = or_model and is_model_folder(folder.path)
+        is_model = or_model and model_folder.is_model_folder(folder.path)
         if or_model and not folder.path.exists():
             near = folder.similar_run()
-            raise UserError(f"no run or model {given}{near}; {how_to_get(folder.path)}")
+            raise UserError(
+                f"no run or model {given}{near}; {model_folder.how_to_get(folder.path)}"
+            )
         return cls(folder, published_config(str(folder.path)) if is_model else None)
 
     @property
@@ -195,7 +196,7 @@ def published_config(given: str) -> Config:
     Images have the size, the mean and the standard deviation of preprocessor_config.json.
     """
     path = Path(given)
-    source = read_folder(path)
+    source = model_folder.read_folder(path)
     data: ChatFile | ImageFolder = ChatFile()
     if published.match(source, "float32")[0].losses is None:
         data = image_data(source.path, source.config)
@@ -294,6 +295,8 @@ def begin(
         with writing(folder.model):
             folder.model.mkdir(exist_ok=True)
             copy_small_files(folder.model, Path(config.model.path))
+            if isinstance(config.data, Text):
+                _copy_own_text_files(folder.model, config.data)
     save()
     if data is not None:
         write_data(folder, config, data)
@@ -302,9 +305,23 @@ def begin(
         folder.write(folder.imported, imported)
 
 
-def copy_small_files(to: Path, *sources: Path) -> None:
-    """Copy config and tokenizer, each from the first source that has it."""
-    for name in SMALL_FILES:
-        found = [source / name for source in sources if (source / name).is_file()]
-        if found:
-            (to / name).write_bytes(found[0].read_bytes())
+def copy_small_files(
+    to: Path, source: Path, names: Iterable[str] = model_folder.SMALL_FILES
+) -> None:
+    """Copy config and tokenizer, as far as a folder has them."""
+    for name in names:
+        if (source / name).is_file():
+            (to / name).write_bytes((source / name).read_bytes())
+
+
+def _copy_own_text_files(to: Path, data: Text) -> None:
+    """Copy the tokenizer and the chat template of a config in place of the model's."""
+    if data.tokenizer is not None:
+        path = Path(data.tokenizer)
+        path = path / "tokenizer.json" if path.is_dir() else path
+        for name in model_folder.TEXT_FILES:
+            (to / name).unlink(missing_ok=True)
+        copy_small_files(to, path.parent, model_folder.TEXT_FILES)
+        (to / "tokenizer.json").write_bytes(path.read_bytes())
+    if data.chat_template is not None:
+        (to / "chat_template.jinja").write_bytes(Path(data.chat_template).read_bytes())

@@ -9,9 +9,12 @@ import pytest
 from pretrained_folder import LLAMA, VIT, write_folder
 from safetensors.numpy import save_file
 
-from train.config import ChatFile, ImageFolder
+from train.config import ChatFile, Config, ImageFolder, Pretrained
+from train.data.chat_end import AnswerEnd
 from train.errors import UserError
-from train.run.open_run import published_config
+from train.run import model_files
+from train.run.open_run import begin, published_config
+from train.run.run_folder import RunFolder
 from train.run.weight_files import check_importable, read
 
 
@@ -106,3 +109,27 @@ def test_what_holds_no_weights_is_named(tmp_path, given, message):
     where = f"{tmp_path}/" if given else f"{tmp_path}"
     with pytest.raises(UserError, match=re.escape(message.format(where))):
         read(f"{tmp_path}/{given}" if given else str(tmp_path))
+
+
+def test_a_run_keeps_the_tokenizer_and_the_chat_template_that_it_uses(tmp_path):
+    model, own = tmp_path / "model", tmp_path / "own"
+    published = [model / name for name in ("config.json", "special_tokens_map.json")]
+    for path in (*published, model / "tokenizer.json", own / "tokenizer.json", own / "a.jinja"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(path.parent.name)
+    data = ChatFile(tokenizer=str(own), chat_template=str(own / "a.jinja"))
+    run = RunFolder(tmp_path / "run")
+    begin(run, Config(data=data, model=Pretrained(path=str(model))))
+    files = {path.name: path.read_text() for path in run.model.iterdir()}
+    expected = {"tokenizer.json": "own", "chat_template.jinja": "own"}
+    assert files == {"config.json": "model"} | expected
+
+
+def test_an_end_of_answers_that_generation_does_not_name_is_found(tmp_path, monkeypatch):
+    end = AnswerEnd(7, "<end>", is_next=False)
+    monkeypatch.setattr(model_files, "find_end", lambda *_: end)
+    monkeypatch.setattr(model_files.language, "chat_template", lambda *_: None)
+    for named, expected in ((1, end), (7, None), ([1, 7], None)):
+        settings = json.dumps({"eos_token_id": named})
+        (tmp_path / "generation_config.json").write_text(settings)
+        assert model_files._unnamed_end(tmp_path, ChatFile()) == expected
