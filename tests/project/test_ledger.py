@@ -13,10 +13,10 @@ LEDGER = {
     "fnet/layers": 5_794,
     "fnet/models + fnet/interop": 9_311,
     "fnet, the rest": 10_923,
-    "train/data": 11_370,
-    "train/run + train/commands": 8_548,
+    "train/data": 11_311,
+    "train/run + train/commands": 8_583,
     "train, the rest": 8_227,
-    "tests": 58_692,
+    "tests": 58_712,
     "benchmarks": 16_510,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""

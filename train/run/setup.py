@@ -282,6 +282,11 @@ def _notes(config: Config, dataset: Dataset, steps: int, missing: Placeholder | 
             f"{initial:.0%} the initial network after {steps:,} steps; give "
             f"{_MOST_INITIAL ** (1 / steps):.2g} or less, or more steps"
         )
+    if config.optim.schedule in ("step", "multistep") and not missing:
+        epochs = steps * config.data.batch_size / _num_units(dataset)
+        if late := [f"{epoch:g}" for epoch in config.optim.decay_epochs if epoch >= epochs]:
+            text = f"the run has {epochs:.4g} epochs, so that no decay comes at {', '.join(late)}"
+            notes.append(f"optim.decay_epochs: {text}")
     if (metric := config.checkpoint.metric) != best_metric(config):
         notes.append(f"checkpoint.metric: loss instead of {metric}, which numbers do not have")
     warmup_steps = _warmup_steps(config, steps)

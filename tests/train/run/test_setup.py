@@ -102,8 +102,11 @@ def test_more_steps_than_32_bits_count_are_refused():
 def test_decay_epochs_are_converted_to_steps():
     data = Synthetic(examples=10, batch_size=4, image_size=4, channels=1, classes=2)  # 2.5 steps
     optim = Optim(learning_rate=1.0, schedule="multistep", decay_epochs=(2, 4), decay_rate=0.5)
-    rate = setup(Config(data=data, model=Mlp(hidden=(2,)), optim=optim)).schedule
+    config = Config(data=data, model=Mlp(hidden=(2,)), optim=optim)
+    rate = setup(config).schedule
     assert [float(rate(step)) for step in (4, 5, 9, 10)] == [1.0, 0.5, 0.5, 0.25]
+    (note,) = setup(config.replace(train=Train(steps=10))).notes
+    assert note == "optim.decay_epochs: the run has 4 epochs, so that no decay comes at 4"
 
 
 @pytest.mark.parametrize("grad", [PerExample(), Clipped()], ids=lambda grad: grad.mode)
