@@ -153,6 +153,8 @@ def split_derived(closed: ClosedJaxpr, count: int) -> Split:
 
 def _keeps_lengths(eqn: JaxprEqn) -> bool:
     """Whether an equation puts each element in one place, perhaps with another sign."""
+    if any(jnp.iscomplexobj(aval(v)) for v in eqn.outvars):
+        return False  # A real parameter gets the real part of the cotangent alone.
     is_placement = places_once(eqn) and is_linear_in(eqn, range(len(eqn.invars)))
     return is_placement or (len(eqn.invars) == 1 and slope(eqn, 0) == -1)
 

@@ -102,6 +102,10 @@ CASES = {
         low_rank_update, {"w": normal(0, D, D), "a": normal(1, D, 2), "b": normal(2, 2, D)},
         "ghost norm",
     ),
+    "complex": (
+        lambda p, x: jnp.abs((1j * x + 1) @ p["a"].astype(complex)).sum((1, 2)), matrices("a"),
+        "derived",
+    ),
     "finished together with data": (
         lambda p, x: row_losses(jnp.matmul(*finish_together(x, jnp.tanh(p["a"])))),
         matrices("a"), "derived",
