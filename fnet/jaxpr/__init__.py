@@ -76,6 +76,7 @@ from fnet.jaxpr.layout import Layout as Layout
 from fnet.jaxpr.layout import NoLayoutError as NoLayoutError
 from fnet.jaxpr.layout import merged as merged
 from fnet.jaxpr.linearity import has_backward_rule as has_backward_rule
+from fnet.jaxpr.linearity import has_small_range as has_small_range
 from fnet.jaxpr.linearity import is_linear as is_linear
 from fnet.jaxpr.linearity import rounds_coarsely as rounds_coarsely
 from fnet.jaxpr.linearity import solver as solver

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from fnet.jaxpr.axes import is_identity, is_linear_in
-from fnet.jaxpr.interpreter import aval, custom_function
+from fnet.jaxpr.interpreter import aval, custom_function, inner_jaxprs
 from fnet.jaxpr.propagation import Propagation, Site
 
 T = TypeVar("T")
@@ -73,10 +73,11 @@ def solver(eqn: JaxprEqn, inputs: Sequence[T]) -> tuple[ClosedJaxpr, list[T]] | 
     return eqn.params["jaxprs"].solve, [*consts, *right]
 
 
-def _has_small_range(eqn: JaxprEqn) -> bool:
+def has_small_range(eqn: JaxprEqn) -> bool:
     """Whether large values may become infinite, or small ones 0, before they do in bfloat16."""
     exponents = [info.maxexp for info in _infos(eqn)]
-    return min(exponents, default=128) < 128 or eqn.params.get("exponent_bits", 8) < 8
+    is_small = min(exponents, default=128) < 128 or eqn.params.get("exponent_bits", 8) < 8
+    return is_small or any(has_small_range(e) for j in inner_jaxprs(eqn) for e in j.eqns)
 
 
 def _infos(eqn: JaxprEqn) -> list[Any]:
@@ -112,7 +113,7 @@ class _Linearity(Propagation[Linear]):
             return _CONSTANT
         # Constants that are zero may join the linear operands, such as in a sum.
         is_shown = is_linear_in(eqn, linear) or is_linear_in(eqn, [*linear, *zeros])
-        is_exact = not rounds_coarsely(eqn) and not _has_small_range(eqn)
+        is_exact = not rounds_coarsely(eqn) and not has_small_range(eqn)
         return _LINEAR if is_shown and is_exact else _UNKNOWN
 
     def _solve(self, eqn: JaxprEqn, states: list[Linear], site: Site) -> Sequence[Linear]:

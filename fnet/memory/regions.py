@@ -33,6 +33,7 @@ from fnet.jaxpr import (
     dependencies,
     evaluate,
     factors,
+    has_small_range,
     interpret,
     is_cheap,
     is_floating,
@@ -461,9 +462,10 @@ class _Finder:
         differentiated = [v for v in outs if v in self.active]
         is_number = len(differentiated) == 1 and differentiated[0] in sums
         is_number = is_number and not aval(differentiated[0]).shape
-        # The gradient is scaled by the cotangent after the rules have seen 1 in its place.
+        # The gradient is scaled by the cotangent after the rules have seen 1 in its place. In
+        # float16 the cotangent may be a loss scale, without which gradients would round to 0.
         used = [e for e in body if any(v in self.active for v in variables(e.invars))]
-        is_number = is_number and all(map(has_linear_rules, used))
+        is_number &= all(has_linear_rules(e) and not has_small_range(e) for e in used)
         objective = outs.index(differentiated[0]) if is_number else None
         jaxpr = part_of_jaxpr(body, arguments, outs)
         return Region(jaxpr, axes, found.size, objective), before, after
@@ -872,10 +874,7 @@ class _Loop:
         def body(start: Any, size: int, carry: Any, arrays: Any) -> Any:
             buffers, sums = carry
             found, vjp = self._linearized(start, size, *arrays, wrap=self.inner)
-            cotangents = [
-                jnp.full_like(found[k], float(k == self.region.objective)) for k in self.floats
-            ]
-            grads = vjp(cotangents)
+            grads = vjp([jnp.full_like(found[k], k == self.region.objective) for k in self.floats])
             return (
                 self._put(buffers, found, self.out_axis, start),
                 self._put(sums, grads, self.chosen, start),

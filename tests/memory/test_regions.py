@@ -285,6 +285,16 @@ def test_a_rule_that_is_not_linear_sees_the_cotangent():
     assert_same(cut(loss, 5), loss, args)
 
 
+def test_a_loss_scale_of_float16_enters_the_backward_pass():
+    def loss(w, x):
+        return 1e-5 * jnp.square(jnp.tanh(x @ w).astype(jnp.float32)).mean()
+
+    args = [0.5 * normal(i, 64, 64).astype(jnp.float16) for i in range(2)]
+    scaled = [lambda *args, f=f: 2.0**20 * f(*args) for f in (cut(loss, 4), loss)]
+    got, expected = (jax.jit(jax.grad(f))(*args) for f in scaled)
+    chex.assert_trees_all_close(got, expected, atol=2e-3)
+
+
 def test_a_matrix_of_similarities_is_computed_by_its_rows_and_by_its_columns():
     parts = division(contrastive, arguments_of(contrastive)).parts
     towers, *similarities = [p for p in parts if isinstance(p, Region)]
