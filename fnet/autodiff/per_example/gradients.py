@@ -1,22 +1,17 @@
 """Per-example gradients, and statistics of them that do not materialize them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend.core import jaxpr_as_fun
 
 from fnet import checks
-from fnet.autodiff.examples import (
-    Examples,
-    PerExampleLoss,
-    check_losses,
-    check_width,
-    examples,
-    is_key,
-)
-from fnet.autodiff.per_example.backward import per_example_gradients
+from fnet.autodiff.examples import Examples, PerExampleLoss, check_width, examples
+from fnet.autodiff.per_example.backward import per_example_gradients, trace_loss
+from fnet.autodiff.per_example.batching import Rows, rows_of, run_for_batch
 from fnet.jaxpr import has_forward_derivative
 
 
@@ -153,9 +148,9 @@ def influence(loss: PerExampleLoss) -> Callable[..., Array]:
 
         <g_b, v> = d/dt loss_b(params + t v) at t = 0
 
-    It takes one forward pass (`jax.jvp`) and no memory for residuals. Functions with a
-    `jax.custom_vjp`, such as fnet's norms, have no forward derivative. A loss that has one is
-    differentiated backward twice instead, which takes the residuals of a gradient.
+    As for `per_example_grad`, the loss is that of a batch that holds example b alone. It takes one
+    forward pass (`jax.jvp`) and no memory for residuals. Functions with a `jax.custom_vjp`, such
+    as fnet's norms, have no forward derivative. A loss that has one is differentiated backward.
 
     Take the gradient of a validation loss as the direction: the result estimates how much a step
     on each example lowers the validation loss (TracIn: Pruthi et al. 2020). With the mean gradient
@@ -169,9 +164,8 @@ def influence(loss: PerExampleLoss) -> Callable[..., Array]:
       ``direction`` has the shapes and dtypes of params.
 
     Raises:
-      ValueError: When called: the losses are not [batch], or arrays differ in their leading axis.
-      TypeError: When called: losses are not floating-point, or JAX finds another dtype in
-        ``direction``.
+      ValueError: When called, as `per_example_grad`.
+      TypeError: When called, as `per_example_grad`, or JAX finds another dtype in ``direction``.
 
     Example:
       >>> import jax.numpy as jnp, fnet
@@ -187,32 +181,25 @@ def influence(loss: PerExampleLoss) -> Callable[..., Array]:
       arXiv:2002.08484.
     """
 
-    def dot_products(direction: Any, params: Any, batch: Sequence[Any], size: int) -> Array:
-        def losses_of(params: Any) -> Any:
-            losses = loss(params, *batch)
-            check_losses("influence", losses, size)
-            return losses
-
-        products: Array
-        if not has_forward_derivative(jax.make_jaxpr(losses_of)(params)):
-            # The backward pass is linear in the cotangent. Its own transposition goes forward.
-            losses, backward = jax.vjp(losses_of, params)
-            _, transposed = jax.vjp(lambda ct: backward(ct)[0], jnp.zeros_like(losses))
-            (products,) = transposed(direction)
-        else:
-            _, products = jax.jvp(losses_of, (params,), (direction,))
-        return products
-
     def influence_of(direction: Any, params: Any, *batch: Any) -> Array:
-        e = examples("influence", batch)
-        if not any(is_key(a) and not a.ndim for a in map(jnp.asarray, jax.tree.leaves(batch))):
-            return dot_products(direction, params, batch, e.size)
+        jax.jvp(lambda p: p, (params,), (direction,))  # checks the direction
+        traced = trace_loss("influence", loss, params, examples("influence", batch))
+        closed, rows, size = traced.closed, traced.examples, traced.examples.size
+        if not size or not has_forward_derivative(closed):
+            gradients = traced.gradients(rows)
+            return gradients.inner_products(direction).astype(closed.out_avals[0].dtype)
 
-        # Each example has its own key, as for per-example gradients.
-        def example_influence(example: Sequence[Array]) -> Array:
-            return dot_products(direction, params, e.rebuild(example), 1)[0]
+        def of_one(primals: Any, tangents: Any, *example: Any) -> Any:
+            def loss_of(*params: Any) -> Array:
+                losses: Array = jaxpr_as_fun(closed)(*params, *example)[0]
+                return losses
 
-        return jax.vmap(example_influence)(e.leaves)
+            return jax.jvp(loss_of, primals, tangents)[1]
+
+        pair = tuple(traced.leaves), tuple(jax.tree.leaves(direction))
+        program = jax.make_jaxpr(of_one)(*pair, *rows.of_size(1))
+        args = [*jax.tree.leaves(pair), *(Rows(a, 0) for a in rows.leaves)]
+        return rows_of(run_for_batch(program, args, size)[0], (1,), size)[:, 0]
 
     return influence_of
 

@@ -112,13 +112,30 @@ def test_influence_is_the_dot_product_with_each_gradient(name):
     chex.assert_trees_all_close(dot_products, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_influence_of_a_loss_with_a_backward_rule_alone():
+@jax.custom_vjp
+def limited(p):
+    return p * 1
+
+
+limited.defvjp(lambda p: (limited(p), None), lambda _, ct: (jnp.clip(ct, -0.1, 0.1),))
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda y: fnet.layer_norm(y, jnp.ones(4), jnp.zeros(4)) ** 3,
+        lambda y: limited(y) ** 3,  # not linear in the cotangent
+        lambda y: y / len(y),
+    ],
+)
+def test_influence_is_that_of_an_example_alone(f):
     p, direction, x = normal(0, 8, 4), normal(1, 8, 4), normal(2, B, 8)
 
     def loss(p, x):
-        return (fnet.layer_norm(x @ p, jnp.ones(4), jnp.zeros(4)) ** 3).sum(1)
+        return f(x @ p).sum(1)
 
-    expected = jnp.tensordot(jax.jacobian(loss)(p, x), direction, 2)
+    grads = [jax.grad(lambda p, i=i: loss(p, x[i : i + 1])[0])(p) for i in range(B)]
+    expected = jnp.tensordot(jnp.stack(grads), direction, 2)
     chex.assert_trees_all_close(influence(loss)(direction, p, x), expected, rtol=1e-4, atol=1e-4)
 
 
