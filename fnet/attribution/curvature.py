@@ -1,5 +1,6 @@
 """Curvature of a loss from per-example gradients: the Fisher matrix, diagonal or in factors."""
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from jax import Array
 from fnet.attribution.scores import sum_of_gradients
 from fnet.autodiff.examples import PerExampleLoss, examples
 from fnet.autodiff.per_example.backward import per_example_gradients
+from fnet.precision import upcast
 
 _LARGEST_SIDE = 4096
 """Sides of a matrix above this length have no covariance, which would take too much memory."""
@@ -49,7 +51,7 @@ def kfac(loss: PerExampleLoss, params: Any, batches: Iterable[tuple[Any, ...]]) 
 
     Returns:
       `CovarianceFactors` in float32 or wider for each parameter, like params. None for parameters
-      that are no matrices of one layer.
+      that are no matrices of one layer. An example whose squares are not finite is left out.
 
     Raises:
       ValueError: There is no example.
@@ -69,29 +71,29 @@ def kfac(loss: PerExampleLoss, params: Any, batches: Iterable[tuple[Any, ...]]) 
       - Grosse and Martens 2016, "A Kronecker-factored approximate Fisher matrix for convolution
         layers", arXiv:1602.01407.
     """
-    positions: dict[int, tuple[int, Callable[[Array], Array]]] = {}
+    as_matrices: dict[int, Callable[[Array], Array]] = {}
 
     @jax.jit
-    def covariances(batch: tuple[Any, ...]) -> dict[int, tuple[Array | None, Array | None]]:
+    def covariances(batch: tuple[Any, ...]) -> dict[int, Any]:
         result = per_example_gradients("kfac", loss, params, examples("kfac", batch))
         found = {}
         for i, g in result.separate().items():
             if (factors := g.kronecker_factors()) is not None:
-                positions[i] = factors.u.shape[2], factors.as_matrices
-                found[i] = _covariance(factors.u), _covariance(factors.v)
+                as_matrices[i] = factors.as_matrices
+                u, v = (jnp.moveaxis(upcast(a), 1, 0) for a in (factors.u, factors.v))
+                (u, v), is_counted = _finite([u, v])
+                count = is_counted.sum()
+                found[i] = (_covariance(u), count * u.shape[2]), (_covariance(v), count)
         return found
 
-    count, totals = _sum_over("kfac", batches, covariances)
+    totals = _sum_over("kfac", batches, covariances)
     treedef: Any = jax.tree.structure(params)
 
     def of_parameter(i: int) -> CovarianceFactors | None:
-        if i not in positions:
+        if i not in totals:
             return None
-        time, as_matrices = positions[i]
-        inputs, cotangents = totals[i]
-        inputs = None if inputs is None else inputs / (count * time)
-        cotangents = None if cotangents is None else cotangents / count
-        return CovarianceFactors(inputs, cotangents, as_matrices)
+        means = (None if total is None else total / count for total, count in totals[i])
+        return CovarianceFactors(*means, as_matrices[i])
 
     return treedef.unflatten(map(of_parameter, range(treedef.num_leaves)))
 
@@ -108,7 +110,7 @@ def fisher_diagonal(loss: PerExampleLoss, params: Any, batches: Iterable[tuple[A
       batches: Arguments of the loss after params, a batch each.
 
     Returns:
-      The diagonal, like params, in float32 or wider.
+      The diagonal, like params, in float32 or wider, without examples that make it infinite or NaN.
 
     Raises:
       ValueError: There is no example.
@@ -136,28 +138,31 @@ def mean_squares(
 ) -> list[Array]:
     """Mean squares of all coordinates of per-example gradients, a list like the parameters."""
 
-    def squares(grads: Any, _: Array) -> list[Array]:
-        return list(map(jnp.square, rotate(jax.tree.leaves(grads))))
+    def squares(grads: Any, _: Array) -> tuple[list[Array], Array]:
+        rows, is_counted = _finite(rotate(jax.tree.leaves(grads)))
+        return list(map(jnp.square, rows)), is_counted
 
     add = jax.jit(lambda batch: sum_of_gradients(name, loss, params, batch, squares))
-    count, totals = _sum_over(name, batches, add)
+    totals, count = _sum_over(name, batches, add)
     return [total / count for total in totals]
 
 
-def _sum_over(
-    name: str, batches: Iterable[tuple[Any, ...]], f: Callable[..., Any]
-) -> tuple[int, Any]:
-    count, totals = 0, None
-    for batch in batches:
-        count += examples(name, batch).size
-        values = f(batch)
-        totals = values if totals is None else jax.tree.map(jnp.add, totals, values)
-    if totals is None or not count:
+def _finite(arrays: list[Array]) -> tuple[list[Array], Array]:
+    """Arrays [batch, ...] with zeros for examples whose squares are not finite; 0 or 1 [batch]."""
+    finite = [jnp.isfinite(jnp.square(a)).reshape(len(a), -1).all(1) for a in arrays]
+    is_counted = jnp.stack(finite).all(0)
+    rows = [jnp.where(jnp.expand_dims(is_counted, range(1, a.ndim)), a, 0) for a in arrays]
+    return rows, is_counted.astype(jnp.float32)
+
+
+def _sum_over(name: str, batches: Iterable[tuple[Any, ...]], f: Callable[..., Any]) -> Any:
+    sums = (f(batch) for batch in batches if examples(name, batch).size)
+    if (first := next(sums, None)) is None:
         raise ValueError(f"{name}: expected training examples in batches, got none")
-    return count, totals
+    return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), sums, first)
 
 
 def _covariance(factor: Array) -> Array | None:
     if factor.shape[-1] > _LARGEST_SIDE:
         return None
-    return jnp.einsum("gbtr,gbts->grs", factor, factor)
+    return jnp.einsum("bgtr,bgts->grs", factor, factor)

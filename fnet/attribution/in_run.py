@@ -178,7 +178,7 @@ class InRun(Mode):
 
             def add(total: Array, values: Array) -> Array:
                 values = jnp.where(is_finite, values, 0).astype(total.dtype)
-                return total.at[batch[ROW]].add(values, mode="drop")
+                return total.at[batch[ROW]].add(values, mode="drop", wrap_negative_indices=False)
 
             opt_state = opt_state._replace(
                 scores=add(opt_state.scores, scores),

@@ -60,8 +60,9 @@ class Scores(NamedTuple):
         return cls(np.concatenate([np.asarray(compiled(*batch)) for batch in batches]))
 
     def top(self, query: int, k: int = 10) -> Ranking:
-        """Return the ``k`` most helpful and most harmful training examples of a query."""
-        order = np.argsort(np.asarray(self.values[:, query]), kind="stable")
+        """Return the ``k`` most helpful and most harmful examples of a query, without NaN."""
+        values = np.asarray(self.values[:, query])
+        order = np.argsort(values, kind="stable")[: np.sum(~np.isnan(values))]  # NaN is last.
         return Ranking(order[::-1][:k], order[:k])
 
 
@@ -87,12 +88,13 @@ def directions_of(
     average: bool,
 ) -> Any:
     """Compute ``then(gradients, losses)`` of all queries, [queries, ...], or its mean, [1, ...]."""
+    if not (count := examples(name, queries).size):
+        raise ValueError(f"{name}: expected test examples in queries, got none")
 
     @jax.jit
     def compute(params: Any, queries: tuple[Any, ...]) -> Any:
         if not average:
             return gradients(name, loss, params, queries, then)
-        count = examples(name, queries).size
         sums = sum_of_gradients(name, loss, params, queries, then)
         return jax.tree.map(lambda a: a[None] / count, sums)
 

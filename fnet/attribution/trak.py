@@ -35,7 +35,8 @@ def trak(
         score(z, q) = mean_c [phi(q)^T K^-1 phi(z)] mean_c [1 - p(z)]
 
     with means over checkpoints of independent runs (Park et al. 2023, equation 13). One checkpoint
-    works, and several are better. An example whose loss rounds to 0 has the score 0.
+    works, and several are better. An example whose loss rounds to 0 has the score 0. One whose
+    gradient is not finite is left out of K, and has the score NaN.
 
     Args:
       loss: ``loss(params, *batch) -> losses [batch]``, such as a cross-entropy.
@@ -92,6 +93,7 @@ def trak(
     for batch in batches:
         for number in range(len(checkpoints)):
             phi, _ = compiled(number, batch)
+            phi = jnp.where(jnp.isfinite(jnp.square(phi).sum(1, keepdims=True)), phi, 0)
             kernels[number] += jnp.matmul(phi.T, phi, precision=jax.lax.Precision.HIGHEST)
 
     def weights_of(number: int) -> Array:

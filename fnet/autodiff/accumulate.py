@@ -231,12 +231,7 @@ def _shares(weight: Array | None, n: int) -> Array:
 
 
 def _accumulate(
-    objective: Objective,
-    n: int,
-    params: Any,
-    model_state: Any,
-    parts: dict[str, Array],
-    key: Array,
+    objective: Objective, n: int, params: Any, model_state: Any, parts: dict[str, Array], key: Array
 ) -> tuple[Any, Any, dict[str, Array]]:
     shares = _shares(parts.get("weight"), n)
     sums = jax.tree.map(lambda p: jax.new_ref(jnp.zeros_like(p)), params)

@@ -26,15 +26,7 @@ from fnet.jaxpr import (
     located,
     place,
 )
-from fnet.jaxpr.batch_axis import (
-    KEY,
-    BatchAxis,
-    Mixed,
-    Shared,
-    State,
-    Unknown,
-    find_batch_axes,
-)
+from fnet.jaxpr.batch_axis import KEY, BatchAxis, Mixed, Shared, State, Unknown, find_batch_axes
 from fnet.jaxpr.custom_rules import has_linear_rules
 
 

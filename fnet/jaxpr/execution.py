@@ -14,14 +14,7 @@ from typing import Any, TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from fnet.jaxpr.interpreter import (
-    Scan,
-    While,
-    custom_function,
-    in_scopes,
-    is_checkpoint,
-    switch,
-)
+from fnet.jaxpr.interpreter import Scan, While, custom_function, in_scopes, is_checkpoint, switch
 from fnet.jaxpr.propagation import Site, Visitor
 
 V = TypeVar("V")

@@ -42,10 +42,9 @@ def setup(**options):
     return mode, params, validation, batch
 
 
-def run(mode, params, batch, optimizer=None, steps=1):
-    optimizer = optimizer or optax.sgd(RATE)
-    wrapped = mode.wrap_optimizer(optimizer)
-    step = fnet.make_step(loss, wrapped, mode)
+def run(mode, params, batch, optimizer=None, steps=1, function=loss):
+    wrapped = optimizer or mode.wrap_optimizer(optax.sgd(RATE))
+    step = fnet.make_step(function, wrapped, mode)
     params = jax.tree.map(jnp.copy, params)
     state = fnet.TrainState.create(params=params, optimizer=wrapped, key=jax.random.key(0))
     for _ in range(steps):
@@ -107,8 +106,13 @@ def test_the_second_order_predicts_the_change_of_the_validation_loss():
 def test_scores_add_up_over_steps_with_a_schedule():
     mode, params, _, batch = setup()
     halved = InRun(mode.validation, TRAIN, lambda step: RATE * 0.5**step)
-    optimizer = optax.sgd(0.0)  # Each step has the same gradients.
+    optimizer = mode.wrap_optimizer(optax.sgd(0.0))  # Each step has the same gradients.
     one = run(mode, params, batch, optimizer)[0].opt_state.scores
+    outside = jax.tree.map(lambda a: jnp.concatenate([a, a[:2]]), batch)
+    outside |= {"row": outside["row"].at[6:].set(jnp.array([-1, TRAIN])), "weight": jnp.ones(8)}
+    rows = run(mode, params, outside, optimizer)[0].opt_state
+    chex.assert_trees_all_close(rows.scores, one * 6 / 8, rtol=1e-4)
+    assert rows.counts.sum() == 6
     three = run(halved, params, batch, optimizer, steps=3)[0].opt_state
     chex.assert_trees_all_close(three.scores, 1.75 * one, rtol=1e-4)
     assert three.step == 3
@@ -121,7 +125,7 @@ def test_the_update_is_that_of_the_weighted_mean():
     x = batch["x"].at[1].set(jnp.nan)  # Padding has no effect.
     batch |= {"x": x, "weight": weights}
     adam = optax.adam(1e-2)
-    state, metrics = run(mode, params, batch, adam)
+    state, metrics = run(mode, params, batch, mode.wrap_optimizer(adam))
     plain = fnet.make_step(loss, adam)
     copy = jax.tree.map(jnp.copy, params)
     expected = fnet.TrainState.create(params=copy, optimizer=adam, key=jax.random.key(0))
@@ -143,34 +147,21 @@ def test_a_part_of_the_validation_examples_is_drawn_for_each_step():
     assert sum(np.allclose(got, pair, rtol=1e-4, atol=1e-6) for pair in pairs) == 1
 
 
-def test_rejects_a_batch_without_rows():
-    mode, params, _, batch = setup()
-    batch.pop("row")
-    with pytest.raises(ValueError, match=r'InRun: expected an array "row" .* got \[.label., .x.\]'):
-        run(mode, params, batch)
-
-
-def test_rejects_an_optimizer_that_is_not_wrapped():
-    mode, params, _, batch = setup()
-    step = fnet.make_step(loss, optax.sgd(RATE), mode)
-    state = fnet.TrainState.create(params=params, optimizer=optax.sgd(RATE), key=jax.random.key(0))
-    with pytest.raises(ValueError, match="InRun: the optimizer has no scores in its state"):
-        step(state, batch)
-
-
-def test_rejects_more_validation_examples_than_there_are():
-    with pytest.raises(ValueError, match=r"must be between 1 and 4.*got 5"):
-        setup(validation_batch=5)
-
-
-def test_rejects_a_loss_that_mixes_examples():
+def test_rejects_wrong_arguments():
     mode, params, _, batch = setup()
 
     def mixing(params, model_state, batch, key):
         x = batch["x"] - batch["x"].mean(0, keepdims=True)
         return loss(params, model_state, batch | {"x": x}, key)
 
-    wrapped = mode.wrap_optimizer(optax.sgd(RATE))
-    state = fnet.TrainState.create(params=params, optimizer=wrapped, key=jax.random.key(0))
-    with pytest.raises(ValueError, match="InRun: the loss mixes the examples"):
-        fnet.make_step(mixing, wrapped, mode)(state, batch)
+    sgd = optax.sgd(RATE)
+    wrapped, without = mode.wrap_optimizer(sgd), {n: a for n, a in batch.items() if n != "row"}
+    for function, optimizer, rows, message in (
+        (loss, wrapped, without, r'expected an array "row" .* got \[.label., .x.\]'),
+        (loss, sgd, batch, "the optimizer has no scores in its state"),
+        (mixing, wrapped, batch, "the loss mixes the examples"),
+    ):
+        with pytest.raises(ValueError, match=f"InRun: {message}"):
+            run(mode, params, rows, optimizer, function=function)
+    with pytest.raises(ValueError, match=r"must be between 1 and 4.*got 5"):
+        setup(validation_batch=5)

@@ -88,6 +88,7 @@ def test_rejects_missing_arguments():
     for call, message in (
         (lambda p, x, q: tracin(loss, [p], [0.1, 0.2], q), "one learning rate for each checkpoint, got 2 "),
         (lambda p, x, q: ekfac(loss, p, [x], q, damping=0), "damping must be > 0, got 0"),
+        (lambda p, x, q: tracin(loss, [p], [0.1], (q[0][:0], q[1][:0])), "expected test examples in queries, got none"),
         (lambda p, x, q: ekfac(loss, p, [], q), "expected training examples in batches, got none"),
         (lambda p, x, q: trak(loss, [], [x], q, jax.random.key(0)), "trak: expected at least one checkpoint, got none"),
     ):  # fmt: skip
@@ -128,6 +129,26 @@ def test_factors_give_the_fisher_matrix_of_a_linear_network():
     expected = grads.T @ grads / 24
     got = jnp.kron(factors.inputs[0], factors.cotangents[0])
     chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_factors_of_bfloat16_sequences_of_several_lengths():
+    w, *xs = (jax.random.normal(jax.random.key(i), (4, 2 + i, 2)) for i in range(3))
+    w, xs = w[0].astype(jnp.bfloat16), [x.astype(jnp.bfloat16) for x in xs]
+    factors = kfac(lambda w, x: jnp.square(x @ w).sum((1, 2)), w, [(x,) for x in xs])
+    rows = np.concatenate([x.reshape(-1, 2) for x in xs]).astype(np.float32)
+    chex.assert_trees_all_close(factors.inputs[0], rows.T @ rows / len(rows), rtol=1e-3)
+    assert factors.inputs.dtype == factors.cotangents.dtype == jnp.float32
+
+
+def test_one_example_that_is_not_finite_hides_no_other():
+    params, (x, y), queries = draw(0)
+    bad, rest = (x.at[3].set(jnp.nan), y), (jnp.delete(x, 3, 0), jnp.delete(y, 3))
+    for scorer in (
+        lambda *train: trak(loss, [params], [train], queries, jax.random.key(0), dim=4),
+        lambda *train: ekfac(loss, params, [train], queries),
+    ):
+        expected = scorer(*rest)(*rest)
+        chex.assert_trees_all_close(scorer(*bad)(*rest), expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.usefixtures("_chunks")
@@ -266,7 +287,7 @@ def test_trak_stays_finite_where_a_loss_rounds_to_zero_or_all_features_are_zero(
 
 
 def test_top_of_a_query():
-    values = Scores(np.array([[0.0, 3.0], [-2.0, 1.0], [1.0, 2.0], [0.5, -1.0]]))
+    values = Scores(np.array([[0.0, 3.0], [-2.0, 1.0], [1.0, 2.0], [0.5, -1.0], [0.1, np.nan]]))
     helpful, harmful = values.top(1, 2)
     assert helpful.tolist() == [0, 2]
     assert harmful.tolist() == [3, 1]

@@ -169,10 +169,7 @@ class AdaptiveClipping(Mode):
     def update(self, loss: Loss, optimizer: optax.GradientTransformation) -> Update:
         """Return the update function of a loss and a wrapped optimizer."""
         return carried_update(
-            "AdaptiveClipping",
-            self._gradient(loss),
-            optimizer,
-            with_loss=not self.noise_multiplier,
+            "AdaptiveClipping", self._gradient(loss), optimizer, with_loss=not self.noise_multiplier
         )
 
     def _gradient(self, loss: Loss) -> Gradient:

@@ -32,11 +32,7 @@ from fnet import checks
 from fnet.autodiff.examples import PerExampleLoss, check_width, examples
 from fnet.autodiff.per_example.backward import Microbatches, TracedLoss, trace_loss
 from fnet.autodiff.per_example.ghost_norm import computed_once
-from fnet.autodiff.per_example.parameter_gradients import (
-    PerExampleGradients,
-    SquaredNorms,
-    sum_of,
-)
+from fnet.autodiff.per_example.parameter_gradients import PerExampleGradients, SquaredNorms, sum_of
 from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype
 

@@ -13,12 +13,7 @@ from jax import Array
 from fnet import checks
 from fnet.autodiff.accumulate import split_batch
 from fnet.autodiff.mean import Gradient, Loss, losses_and_aux, weighted_mean
-from fnet.autodiff.per_example.clipped import (
-    ClippedGrad,
-    ClippedInfo,
-    check_clip,
-    clipped_grad,
-)
+from fnet.autodiff.per_example.clipped import ClippedGrad, ClippedInfo, check_clip, clipped_grad
 from fnet.autodiff.per_example.gradients import noise_scale
 from fnet.autodiff.update import Mode, Update, carried_update, carrying, squared_norm
 from fnet.jaxpr import depends_on

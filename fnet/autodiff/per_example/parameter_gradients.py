@@ -1156,12 +1156,7 @@ class PerExampleGradients(NamedTuple):
         """Per-example gradients [batch, *parameter], like params."""
         return self._unflatten(_merged(group.materialize() for group in self.groups))
 
-    def weighted_sum(
-        self,
-        scales: Any,
-        is_rough: Rough | None = None,
-        totals: Any = None,
-    ) -> Any:
+    def weighted_sum(self, scales: Any, is_rough: Rough | None = None, totals: Any = None) -> Any:
         """Weighted sums ``sum_b scales_b gradient_b``, like params; float32 or wider.
 
         Args:

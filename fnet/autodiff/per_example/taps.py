@@ -49,12 +49,7 @@ from fnet.jaxpr import (
     stops_gradients,
     with_dtypes,
 )
-from fnet.jaxpr.custom_rules import (
-    AnyEquation,
-    has_linear_rules,
-    is_narrow,
-    scale_of_rule,
-)
+from fnet.jaxpr.custom_rules import AnyEquation, has_linear_rules, is_narrow, scale_of_rule
 from fnet.mesh import argument_like
 
 Path = tuple[int, ...]
