@@ -114,12 +114,10 @@ def remat_to_fit(
                     gradient, moments, tree, value=value, grad=gradient
                 )
             except TypeError as error:
-                if "required keyword-only" not in str(error):
-                    raise
                 raise TypeError(
-                    "remat_to_fit: the update of the optimizer needs more than value= and grad= "
-                    f"({error}); plan without optimizer=, and give its state as held="
-                ) from None
+                    f"remat_to_fit: optimizer.update with value= and grad= fails: {error}; plan "
+                    "without optimizer=, and give its state as held="
+                ) from error
             return optax.apply_updates(tree, updates), moments, value, arrays
 
         arguments = shapes_on(target, arrays) if target else arrays

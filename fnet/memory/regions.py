@@ -463,7 +463,7 @@ class _Finder:
         is_number = len(differentiated) == 1 and differentiated[0] in sums
         is_number = is_number and not aval(differentiated[0]).shape
         # The gradient is scaled by the cotangent after the rules have seen 1 in its place. In
-        # float16 the cotangent may be a loss scale, without which gradients would round to 0.
+        # float16, the cotangent may be a loss scale, without which gradients round to 0.
         used = [e for e in body if any(v in self.active for v in variables(e.invars))]
         is_number &= all(has_linear_rules(e) and not has_small_range(e) for e in used)
         objective = outs.index(differentiated[0]) if is_number else None

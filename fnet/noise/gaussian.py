@@ -27,6 +27,9 @@ def add_noise(tree: Any, stddev: Array | float, key: Array) -> Any:
     Returns:
       The noisy tree, with the shapes and dtypes of ``tree``.
 
+    Raises:
+      TypeError: An array is neither floating nor complex: noise that is cast to integers is less.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from fnet.privacy import add_noise
@@ -44,6 +47,8 @@ def add_noise(tree: Any, stddev: Array | float, key: Array) -> Any:
 
 def add_noise_to(array: Array, stddev: Array | float, key: Array, i: int) -> Array:
     """Add the noise of `add_noise` to the tree's array number ``i``."""
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        raise TypeError(f"add_noise: expected floating or complex arrays, got {array.dtype}")
     noise = jax.random.normal(jax.random.fold_in(key, i), array.shape, sum_dtype(array))
     if jnp.iscomplexobj(array):  # JAX draws parts of variance 1/2.
         noise *= 2**0.5

@@ -27,11 +27,8 @@ MODES = {
 def test_first_step_has_the_stated_noise(name, dtype):
     mode, expected = MODES[name]
     optimizer = mode.wrap_optimizer(optax.sgd(1.0))
-    state = fnet.TrainState.create(
-        params={"w": jnp.zeros(SIZE, dtype), "other": jnp.zeros(SIZE, dtype)},
-        optimizer=optimizer,
-        key=jax.random.key(0),
-    )
+    params = {"w": jnp.zeros(SIZE, dtype), "other": jnp.zeros(SIZE, dtype)}
+    state = fnet.TrainState.create(params=params, optimizer=optimizer, key=jax.random.key(0))
     step = fnet.make_step(
         lambda p, _, b, __: jnp.abs(b["x"] @ (p["w"] + p["other"])) ** 2, optimizer, mode
     )
@@ -51,3 +48,8 @@ def test_noise_of_a_narrow_array_is_rounded_once():
     )
     assert narrow.dtype == jnp.bfloat16
     assert (narrow == wide.astype(jnp.bfloat16)).all()
+
+
+def test_rejects_integers_whose_noise_would_be_cut():
+    with pytest.raises(TypeError, match=r"add_noise: expected floating or complex.*int32"):
+        privacy.add_noise({"count": jnp.arange(3)}, 1.0, jax.random.key(0))

@@ -190,11 +190,8 @@ def influence(loss: PerExampleLoss) -> Callable[..., Array]:
             return gradients.inner_products(direction).astype(closed.out_avals[0].dtype)
 
         def of_one(primals: Any, tangents: Any, *example: Any) -> Any:
-            def loss_of(*params: Any) -> Array:
-                losses: Array = jaxpr_as_fun(closed)(*params, *example)[0]
-                return losses
-
-            return jax.jvp(loss_of, primals, tangents)[1]
+            f = jaxpr_as_fun(closed)
+            return jax.jvp(lambda *params: f(*params, *example)[0], primals, tangents)[1]
 
         pair = tuple(traced.leaves), tuple(jax.tree.leaves(direction))
         program = jax.make_jaxpr(of_one)(*pair, *rows.of_size(1))
