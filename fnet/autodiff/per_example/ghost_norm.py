@@ -836,7 +836,7 @@ class Embedding(OuterProducts):
     def factors(self, x: Array, ct: Array) -> tuple[Array, Array]:
         """Row numbers [stack, batch, time] and cotangents of rows [stack, batch, time, width].
 
-        Cotangents at indices outside of the table are 0 if the gather fills such rows.
+        Cotangents at indices outside of the table are 0, as for `jax.grad`, unless it clips them.
         """
         rows, inside = self._rows(x)
         offset = self.dims.offset_dims
@@ -844,7 +844,7 @@ class Embedding(OuterProducts):
         ct = ct.transpose(0, 1, 2, *batch, *(3 + i for i in offset))
         ct = ct.reshape(*ct.shape[:2], -1, self._width())
         rows, inside = (a.reshape(ct.shape[:3]) for a in (rows, inside))
-        if self.mode == jax.lax.GatherScatterMode.FILL_OR_DROP:
+        if self.mode != jax.lax.GatherScatterMode.CLIP:
             ct = jnp.where(inside[..., None], ct, 0)
         return rows, ct
 

@@ -147,7 +147,7 @@ def test_box_arranges_a_view_like_the_parameter():
         (lambda p, t: jax.vmap(jax.vmap(lambda i: p[i]))(t), 0),
         (lambda p, t: jnp.take(p, t, axis=1, mode="clip"), 1),
         (lambda p, t: jnp.take(p, t, axis=2), 2),
-        (lambda p, t: p[t, t // 2], 0),
+        (lambda p, t: p[t, t // 2 + 4], 0),  # Some are outside, and have no gradient.
         (lambda p, t: p[:, t, t // 2], 1),
         (lambda p, t: jax.vmap(lambda t: jax.lax.dynamic_slice(p, (t[0], 0, 0), (1, 6, 6)))(t), 0),
         (lambda p, t: p.at[t + 4].get(mode="fill", fill_value=0), 0),
