@@ -92,8 +92,8 @@ def kfac(loss: PerExampleLoss, params: Any, batches: Iterable[tuple[Any, ...]]) 
     def of_parameter(i: int) -> CovarianceFactors | None:
         if i not in totals:
             return None
-        means = (None if total is None else total / count for total, count in totals[i])
-        return CovarianceFactors(*means, as_matrices[i])
+        means = [None if total is None else total / count for total, count in totals[i]]
+        return CovarianceFactors(means[0], means[1], as_matrices[i])
 
     return treedef.unflatten(map(of_parameter, range(treedef.num_leaves)))
 
