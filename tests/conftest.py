@@ -103,6 +103,11 @@ def compiled_programs(tmp_path_factory):
     return tmp_path_factory.mktemp("compiled")
 
 
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    return tmp_path_factory.mktemp("shelf")
+
+
 def blank_png():
     file = io.BytesIO()
     Image.new("L", (1, 1)).save(file, "PNG")

@@ -2,24 +2,29 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
-_PLATFORM = jax.make_user_context(default_value=None)
-"""The platform that is not JAX's default. JAX's caches of traced functions know it."""
+_DEVICE = jax.make_user_context(default_value=None)
+"""The device that is not of this machine. JAX's caches of traced functions know it."""
 
 
 @contextlib.contextmanager
-def traced_for(platform: str | None) -> Iterator[None]:
-    """Trace for a `jax.Device.platform` that is not JAX's default, such as a target's."""
-    with _PLATFORM(None if platform == jax.default_backend() else platform):
+def traced_for(device: Any) -> Iterator[None]:
+    """Trace and lower for a device, also an abstract one, that this machine does not have."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = None if device in jax.local_devices() else device
+    if device and mesh.empty:  # which kernels in Pallas ask for the device
+        kind = jax.sharding.AbstractDevice(device.device_kind, None, device.platform)
+        mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
+    with _DEVICE(device), jax.sharding.use_abstract_mesh(mesh):
         yield
 
 
-def tracing_platform() -> str:
-    """Return the platform for which programs are traced now."""
-    platform: str = _PLATFORM.value or jax.default_backend()
-    return platform
+def tracing_device() -> Any:
+    """Return the device for which programs are traced now."""
+    return _DEVICE.value or jax.local_devices()[0]
 
 
 _APART = jax.make_user_context(default_value=False)
@@ -35,10 +40,9 @@ def examples_apart() -> Iterator[None]:
 
 def keeps_examples_apart() -> bool:
     """Whether what is traced now is to be differentiated example by example."""
-    apart: bool = _APART.value
-    return apart
+    return bool(_APART.value)
 
 
 def is_for_cpu() -> bool:
     """Whether what is traced now will run on a CPU."""
-    return tracing_platform() == "cpu"
+    return bool(tracing_device().platform == "cpu")

@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from fnet.backward_pass import bind_static, constant
-from fnet.cpu.tracing import traced_for, tracing_platform
+from fnet.cpu.tracing import traced_for, tracing_device
 from fnet.jaxpr import inline, is_floating
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -84,7 +84,7 @@ def evaluate_as(
         return constant(a) if can_be_differentiated else a
 
     # JAX keeps a traced function and uses it again, so the device is the current one.
-    for_device = traced_for(tracing_platform())
+    for_device = traced_for(tracing_device())
 
     @functools.wraps(f)
     @for_device

@@ -130,7 +130,7 @@ def remat_to_fit(
     policy = chosen.chosen.policy
 
     @functools.wraps(loss)
-    @traced_for(target and target.device.platform)
+    @traced_for(target and target.device)
     def fitted(*args: Any, **kwargs: Any) -> Any:
         call = _Call.of(args, kwargs)
         finish: list[Callable[[Array, list[Any]], Any]] = []

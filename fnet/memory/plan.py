@@ -220,7 +220,7 @@ def plan(
         raise ValueError(
             f"plan: needs a policy and microbatches >= 1, got {list(named)} and {choices}."
         )
-    build = traced_for(target and platform)(build)
+    build = traced_for(target and target.device)(build)
 
     def plain() -> int:
         lowered = build(REMAT_POLICIES["none"], choices[0]).lower()

@@ -419,7 +419,7 @@ def compile_for(
     if not jax.tree.leaves(args):
         raise ValueError("compile_for: needs an array argument, to place it on the target.")
     options = target.compiler_options | dict(compiler_options or {})
-    with traced_for(target.device.platform):
+    with traced_for(target.device):
         lowered = jitted.lower(*shapes_on(target, args))
     return compile_lowered(lowered, options)
 

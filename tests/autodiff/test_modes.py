@@ -124,19 +124,20 @@ def test_state_as_long_as_a_microbatch_is_not_averaged():
     chex.assert_trees_all_equal(new_state, state)
 
 
+def averages(params, state, batch, key):
+    mean = 0.9 * state["mean"] + 0.1 * batch["x"].mean(0)
+    return (params * batch["x"]).sum(-1), fnet.Aux({"mean": mean}, {})
+
+
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("parts", [1, 3])
 def test_rejects_noise_if_the_state_depends_on_examples(parts):
-    def loss(params, state, batch, key):
-        seen = {"mean": 0.9 * state["mean"] + 0.1 * batch["x"].mean(0)}
-        return (params * batch["x"]).sum(-1), fnet.Aux(seen, {})
-
     state, x = {"mean": jnp.zeros(2)}, {"x": jnp.ones((B, 2))}
     options = {"expected_batch_size": B, "microbatches": parts}
-    run = jax.jit(autodiff.clipped(1.0, **options)(loss))
+    run = jax.jit(autodiff.clipped(1.0, **options)(averages))
     _, new_state, _ = run(jnp.ones(2), state, x, jax.random.key(0))
     chex.assert_trees_all_close(new_state, {"mean": jnp.full(2, 0.1)})
-    private = autodiff.clipped(1.0, noise_multiplier=1.0, **options)(loss)
+    private = autodiff.clipped(1.0, noise_multiplier=1.0, **options)(averages)
     with pytest.raises(
         ValueError, match=r"clipped: the model state \['mean'\] depends on the exam"
     ):
@@ -221,11 +222,7 @@ def test_batch_of_padding_gives_a_zero_gradient():
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_batch_of_padding_does_not_change_the_state(microbatches):
-    def loss(params, state, batch, key):
-        seen = {"mean": 0.9 * state["mean"] + 0.1 * batch["x"].mean(0)}
-        return (params * batch["x"]).sum(-1), fnet.Aux(seen, {})
-
-    run = jax.jit(autodiff.clipped(1.0, microbatches=microbatches)(loss))
+    run = jax.jit(autodiff.clipped(1.0, microbatches=microbatches)(averages))
     state, padding = {"mean": jnp.full(2, 3.0)}, {"x": jnp.ones((B, 2)), "weight": jnp.zeros(B)}
     _, new_state, _ = run(jnp.ones(2), state, padding, jax.random.key(0))
     chex.assert_trees_all_equal(new_state, state)

@@ -374,7 +374,7 @@ def test_loops_have_the_layout_that_is_fast_on_a_cpu(derivative):
     args = [np.float32(rng.normal(size=s)) for s in ((3, 3, 4, 4), (8, 6, 6, 4))]
 
     def in_loops(platform):
-        with traced_for(platform):
+        with traced_for(jax.sharding.AbstractDevice("", None, platform)):
             jaxpr = jax.make_jaxpr(lambda *args: derivative(loss, *args))(*args)
         return set().union(*(layouts(e.params["jaxpr"]) for e in find_equations(jaxpr, "scan")))
 

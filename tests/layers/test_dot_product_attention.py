@@ -266,7 +266,7 @@ def test_default_chunk_is_all_queries_or_a_million_scores():
         *(("cpu", 64, 60, 1), ("gpu", 1, 2048, 1), ("gpu", 1, 4096, 4), ("gpu", 64, 512, 4)),
     ):
         x = jax.ShapeDtypeStruct((batch, t, 8, 64), jnp.float32)
-        with traced_for(platform):
+        with traced_for(jax.sharding.AbstractDevice("", None, platform)):
             program = jax.make_jaxpr(dot_product_attention)(x, x, x)
         assert f"length={chunks}\n" in str(program)
 

@@ -96,7 +96,7 @@ def test_options_match_their_formula(options):
     want = value_and_gradients(reference_losses, labels, weights, **options)(x, kernel, bias)
     chex.assert_trees_all_close(got, want, rtol=1e-10, atol=1e-12)
     # As for each example's gradient on an accelerator, where a loop would hide the product.
-    with traced_for("gpu"), examples_apart():
+    with traced_for(jax.sharding.AbstractDevice("NVIDIA H200", None, "gpu")), examples_apart():
         function = value_and_gradients(linear_cross_entropy, labels, weights, **options)
         program = jax.make_jaxpr(function)(x, kernel, bias)
     assert not list(find_equations(program, ("while", "scan")))

@@ -12,6 +12,7 @@ import chex
 import jax
 import numpy as np
 import optax
+import program_cases
 import pytest
 from dp_accounting import TruncatedSubsampledGaussianDpEvent
 from dp_accounting.pld import PLDAccountant
@@ -26,20 +27,8 @@ from train.privacy import Privacy
 from train.run.planning import compile_step, largest_batch
 from train.run.setup import setup
 
-PRIVATE = """
-from train.config import Checkpoint, Clipped, Config, Digits, Mlp, Optim, Train
-
-def config():
-    return Config(
-        name="private",
-        data=Digits(batch_size=64),
-        model=Mlp(hidden=()),
-        optim=Optim(learning_rate=0.5, momentum=0.0, schedule="constant", ema_decay=0.9),
-        grad=Clipped(noise_multiplier=1.0, delta=1e-5, insecure_noise_seed=0),
-        train=Train(steps=8, log_every=2, eval_every=4),
-        checkpoint=Checkpoint(every=3),
-    )
-"""
+SEEDED = program_cases.PRIVATE.replace("1e-5", "1e-5, insecure_noise_seed=0")
+SEEDED = SEEDED.replace("steps=4", "steps=8").replace("eval_every=2", "eval_every=4")
 
 OTHER = """
 from train.config import *
@@ -58,7 +47,7 @@ def config():
 
 @pytest.fixture
 def private(workplace):
-    (workplace / "private.py").write_text(PRIVATE)
+    (workplace / "private.py").write_text(SEEDED)
     return workplace
 
 
@@ -66,7 +55,7 @@ def private(workplace):
 def finished_private_run(tmp_path_factory):
     """Folder of a private run of 8 steps, and its output."""
     folder = tmp_path_factory.mktemp("finished_private_run")
-    (folder / "private.py").write_text(PRIVATE)
+    (folder / "private.py").write_text(SEEDED)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         fnet_command("train", folder / "private.py", "--out", folder / "run")
     return folder / "run", printed.getvalue()
@@ -298,7 +287,7 @@ def test_evaluates_batches_smaller_than_the_number_of_devices(private):
     parts = "--data.batch-size", 8, "--grad.microbatches", 4, "--mesh.data", 4
     fnet_command("train", "private.py", *parts, "--train.steps", 2, "--out", "four")
     fnet_command("eval", "four")
-    result = json.loads((private / "four" / "evaluation.json").read_text())["metrics"]
+    result = json.loads((private / "four/private/evaluation.json").read_text())["metrics"]
     there = json.loads((private / "four" / "summary.json").read_text())["metrics"]
     assert result == pytest.approx(there, rel=1e-5)
 

@@ -27,6 +27,21 @@ def config():
     )
 """
 
+PRIVATE = """
+from train.config import Checkpoint, Clipped, Config, Digits, Mlp, Optim, Train
+
+def config():
+    return Config(
+        name="private",
+        data=Digits(batch_size=64),
+        model=Mlp(hidden=()),
+        optim=Optim(learning_rate=0.5, momentum=0.0, schedule="constant", ema_decay=0.9),
+        grad=Clipped(noise_multiplier=1.0, delta=1e-5),
+        train=Train(steps=4, log_every=2, eval_every=2),
+        checkpoint=Checkpoint(every=3),
+    )
+"""
+
 
 def fnet_command(*words):
     cli.main([str(w) for w in words])

@@ -121,7 +121,7 @@ def test_is_chosen_for_long_sequences_on_a_cpu():
         (1, 8, "cpu", False), (4096, 8, "cpu", True), (4096, 1, "cpu", False), (4096, 8, "gpu", False),
     ):  # fmt: skip
         w, x = jnp.ones((16, 16)), jax.ShapeDtypeStruct((size, length, 16), jnp.float32)
-        with traced_for(platform):
+        with traced_for(jax.sharding.AbstractDevice("", None, platform)):
             strategy = gradient_strategies(squares, w, x)
         assert (strategy == "one example at a time") == is_chosen
 

@@ -61,11 +61,6 @@ def recipes(workplace):
     return workplace
 
 
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    return tmp_path_factory.mktemp("shelf")
-
-
 @pytest.fixture
 def run_of(recipes, shelf, capsys):
     """``run_of(recipe, *overrides)``: folder of a finished run, which is trained once."""

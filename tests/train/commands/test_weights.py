@@ -64,11 +64,6 @@ def place(workplace, monkeypatch):
     return workplace
 
 
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    return tmp_path_factory.mktemp("shelf")
-
-
 @pytest.fixture
 def trained(finished_run, place, capsys):
     """A finished run of the tiny recipe, in the folder ``trained``."""

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from program_cases import (
+    PRIVATE,
     assert_one_line_error,
     assert_same_private_metrics,
     exit_code,
@@ -21,19 +22,6 @@ from train.run import seeds
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 
-PRIVATE = """
-from train.config import Checkpoint, Clipped, Config, Digits, Mlp, Optim, Train
-
-def config():
-    return Config(
-        name="private",
-        data=Digits(batch_size=64),
-        model=Mlp(hidden=()),
-        optim=Optim(learning_rate=0.5, momentum=0.0, schedule="constant"),
-        grad=Clipped(noise_multiplier=1.0, delta=1e-5),
-        train=Train(steps=4, log_every=2, eval_every=2),
-    )
-"""
 INSECURE = "--grad.insecure-noise-seed", 0
 
 
