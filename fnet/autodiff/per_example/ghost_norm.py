@@ -57,16 +57,9 @@ from fnet.jaxpr.primitives import Add, Axes, ConvGeneralDilated, DotGeneral, Gat
 from fnet.mesh import argument_like, batch_devices, equally_varying
 from fnet.precision import sum_dtype, upcast
 
-_FACTOR_BYTES_RATIO = 4
-"""Intermediates may take as many bytes as the factors, divided by this."""
-
-_MIN_BYTES = 2**20
-"""Bytes that intermediates may take in any case."""
-
-_FILLS_A_GPU = 2**28
-"""Bytes of intermediates up to which products on accelerators become faster. On an H200, a
-transformer's clipped gradients took 1.70 times the plain gradient's time with a quarter of the
-factors' bytes, and 1.60 times with as many bytes, up to this limit."""
+_MIN_BYTES, _FILLS_A_GPU = 2**20, 2**28
+"""Bytes that intermediates may take in any case, on a CPU and on an accelerator, where starts of
+kernels take the time otherwise: an H200 moves 2**28 bytes in the time of 28 starts."""
 
 _MASKED_CHUNKS = 32
 """Number of chunks in which `weighted_sum` masks examples that are left out."""
@@ -180,6 +173,8 @@ def inner_products(u: Array, v: Array, other_u: Array, other_v: Array) -> Estima
         return Estimate((a * b).sum((0, 2, 3)), errors.sum((0, 2, 3)))
 
     size = 2 * u.shape[0] * u.shape[2] * other_u.shape[2]
+    if not is_for_cpu():
+        size *= min(-(-max(u.shape[-1], v.shape[-1]) // _BLOCK), _BLOCK)
     estimate: Estimate = map_groups_in_chunks(products, (u, v, other_u, other_v), 4 * size)
     return estimate
 
@@ -365,8 +360,8 @@ def number_of_chunks(
     devices = batch_devices() if batch % batch_devices() == 0 else 1
     local = batch // devices
     factors = sum(a.nbytes for a in arrays) // devices
-    wide = 0 if is_for_cpu() else min(factors, _FILLS_A_GPU)
-    allowed = max(_MIN_BYTES, factors // _FACTOR_BYTES_RATIO, wide)
+    least = _MIN_BYTES if is_for_cpu() else _FILLS_A_GPU
+    allowed = max(least, factors // 4)
     fitting = allowed // max(example_bytes, 1)
     largest = fitting if width is None else min(fitting, width)
     divisors = (n for n in range(1, local + 1) if local % n == 0)
@@ -417,6 +412,11 @@ def _dense_gram(u: Array, other: Array) -> Array:
             precision=jax.lax.Precision.HIGHEST,
             preferred_element_type=sum_dtype(u, other),
         )
+    if not is_for_cpu() and size == _BLOCK:  # Each iteration of a loop would start three kernels.
+        padding = [(0, 0)] * 3 + [(0, -width % size)]
+        blocks = (jnp.pad(a, padding).reshape(*a.shape[:3], -1, size) for a in (u, other))
+        products = jax.vmap(_dense_gram, 3, 2)(*blocks)
+        return products.sum(2)
     first = (width - 1) % size + 1
 
     def add_block(i: Array, total: Array) -> Array:

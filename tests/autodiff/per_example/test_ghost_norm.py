@@ -270,11 +270,13 @@ def test_ordinary_sequences_match_float64():
     np.testing.assert_allclose(total, expected, atol=1e-6 * np.abs(expected).max())
 
 
-def test_error_bounds_of_inner_products_hold():
-    for shape in [(2, 784, 32), (8, 300, 70), (16, 5000, 8), (64, 100, 100)]:
+@pytest.mark.parametrize("device", [None, jax.sharding.AbstractDevice("", None, "gpu")])
+def test_error_bounds_of_inner_products_hold(device):
+    for shape in [(2, 784, 32), (8, 300, 70), (16, 5000, 8), (64, 100, 100), (2, 20, 4800)]:
         u, v = sequences(*shape)
         exact = np.square(outer_products(u, v)).sum((1, 2))
-        values, errors = jax.jit(ghost_norm.inner_products)(u[None], v[None], u[None], v[None])
+        with traced_for(device):
+            values, errors = jax.jit(ghost_norm.inner_products)(u[None], v[None], u[None], v[None])
         assert (np.abs(np.float64(values) - exact) <= errors).all()
 
 
@@ -308,7 +310,7 @@ def test_accelerators_multiply_gradients_where_gram_matrices_cost_more():
         ("cuda", "bfloat16", 2560, True),
     ):
         factors = jnp.zeros((2, 1, 2, 256, width), dtype)
-        with traced_for(platform):
+        with traced_for(jax.sharding.AbstractDevice("", None, platform)):
             norms = jax.eval_shape(ghost_norm.squared_norms, *factors)
         assert (norms.errors is not None) is is_gram  # gradients have no cancelling terms
 
@@ -316,11 +318,11 @@ def test_accelerators_multiply_gradients_where_gram_matrices_cost_more():
 def test_chunks_are_large_enough_for_an_accelerator():
     for platform, batch, chunks in (
         ("cpu", 64, 16),  # of a quarter of the factors' bytes
-        ("cuda", 64, 4),  # as large as the factors
-        ("cuda", 256, 16),  # but not larger than 256 MiB, or a quarter of the factors
+        ("cuda", 64, 4),  # of 256 MiB
+        ("cuda", 2048, 16),  # or of a quarter of the factors' bytes
     ):
         factors = [np.broadcast_to(np.float32(0), (batch, 256, n)) for n in (768, 3072)]
-        with traced_for(platform):
+        with traced_for(jax.sharding.AbstractDevice("", None, platform)):
             assert ghost_norm.number_of_chunks(batch, factors, 4 * 768 * 3072) == chunks
 
 

@@ -9,15 +9,18 @@ import pytest
 import fnet
 from fnet.autodiff.examples import examples
 from fnet.autodiff.per_example import backward
+from fnet.cpu.tracing import traced_for
 from fnet.jaxpr import find_equations
 
+GPU = jax.sharding.AbstractDevice("", None, "gpu")
 SIZE, TOKENS, WIDTH = 12, 256, 16
 
 
 @pytest.fixture
 def accelerator(monkeypatch):
-    monkeypatch.setattr(backward, "is_for_cpu", lambda: False)
     monkeypatch.setattr(backward, "KEPT_ELEMENTS_PER_EQUATION", 1)
+    with traced_for(GPU):
+        yield
 
 
 def arrays(dtype=jnp.float32):
@@ -110,12 +113,9 @@ def test_small_factors_inside_of_a_checkpoint_are_saved(accelerator, monkeypatch
     assert strategies(loss)["up"] == "materialized"
 
 
-def test_small_programs_and_cpus_take_all_examples_at_once(monkeypatch):
-    traced = backward.trace_loss("loss", losses, *arrays_of_loss())
-    assert not traced.microbatches(None).kept
-    monkeypatch.setattr(backward, "is_for_cpu", lambda: False)
-    assert traced.microbatches(None) == (SIZE, (), True)
-
-
-def arrays_of_loss():
-    return arrays()[0], examples("loss", arrays()[1:])
+def test_small_programs_keep_no_gradients():
+    params, tokens = arrays()
+    for device, size in ((None, 1), (GPU, SIZE)):
+        with traced_for(device):
+            traced = backward.trace_loss("loss", losses, params, examples("loss", [tokens]))
+            assert traced.microbatches(None) == (size, (), True)
