@@ -187,9 +187,7 @@ class _Call(NamedTuple):
         objects = tuple(leaves[i] for i in places)
         first, first_structure = jax.tree.flatten(args[:1], is_leaf=is_object)
         count = len(first)
-        differentiated = [
-            i for i, leaf in enumerate(leaves[:count]) if _is_array(leaf) and _is_floating(leaf)
-        ]
+        differentiated = [i for i, leaf in enumerate(leaves[:count]) if _is_floating(leaf)]
         rest = [i for i, x in enumerate(leaves) if _is_array(x) and i not in set(differentiated)]
         in_first = sum(map(is_object, first))
 
@@ -212,8 +210,7 @@ class _Call(NamedTuple):
                     jax.tree.unflatten(state_structure, others[len(rest) :]),
                 )
                 merged |= zip(places, new, strict=True)
-            args, kwargs = jax.tree.unflatten(structure, merged.values())
-            return args, kwargs, new
+            return *jax.tree.unflatten(structure, merged.values()), new
 
         def tree(params: list[Any]) -> Any:
             merged: dict[int, Any] = dict.fromkeys(range(count))
@@ -231,13 +228,12 @@ class _Call(NamedTuple):
     ) -> Callable[[list[Any], list[Any]], tuple[Array, list[Any]]]:
         """Return ``f(params, others) -> (value, arrays)``.
 
-        It appends to ``finish`` a function of both, which updates nnx objects and returns what the
-        loss returns.
+        It appends to ``finish`` what updates nnx objects and returns what the loss returns.
         """
 
         def f(params: list[Any], others: list[Any]) -> tuple[Array, list[Any]]:
             args, kwargs, objects = self.merge(params, others)
-            before: dict[Any, Any] = {}
+            before, attributes = dict[Any, Any](), _attributes(objects)
             if objects:
                 _nnx().state(objects, lambda path, v: before.update({path: v.get_value()}))
             result = loss(*args, **kwargs)
@@ -260,13 +256,9 @@ class _Call(NamedTuple):
                     "pass the loss itself, not jax.value_and_grad of it."
                 )
             # The step returns updated weights. Returned without an update, they would be copied.
-            changed = (
-                _nnx().state(
-                    objects, lambda path, variable: variable.get_value() is not before.get(path)
-                )
-                if objects
-                else {}
-            )
+            changed, newly_set = {}, _attributes(objects).items() - attributes.items()
+            if objects:
+                changed = _nnx().state(objects, lambda k, v: v.get_value() is not before.get(k))
             leaves, structure = jax.tree.flatten((aux, changed))
             known = [None if _is_array(leaf) else (leaf,) for leaf in leaves]
 
@@ -276,6 +268,9 @@ class _Call(NamedTuple):
                 aux, changed = jax.tree.unflatten(structure, merged)
                 if self.objects:
                     _nnx().update(self.objects, changed)
+                    nodes = dict(_nnx().iter_graph(self.objects))
+                    for (*path, name), attribute in newly_set:
+                        setattr(nodes[tuple(path)], name, attribute)
                 return (value, aux) if has_aux else value
 
             finish.append(finished)
@@ -289,6 +284,13 @@ def _nnx() -> Any:
     return sys.modules.get("flax.nnx")
 
 
+def _attributes(objects: Any) -> dict[Any, Any]:
+    """Numbers, names and flags of nnx objects, by path."""
+    kinds = int | float | str | None
+    found = _nnx().iter_graph(objects) if objects else ()
+    return {k: a for k, a in found if isinstance(a, kinds) and isinstance(k[-1], str)}
+
+
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
 
@@ -296,11 +298,11 @@ def _is_array(leaf: Any) -> bool:
 def _like(a: Any, b: Any) -> bool:
     """Whether two trees of several floating arrays have the same structure and shapes."""
     leaves, other = jax.tree.leaves(a), jax.tree.leaves(b)
-    structure: Any = jax.tree.structure(a)
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (a, b)]
     return (
-        structure == jax.tree.structure(b)
+        structures[0] == structures[1]
         and len(leaves) > 1
-        and all(_is_array(leaf) and _is_floating(leaf) for leaf in leaves + other)
+        and all(map(_is_floating, leaves + other))
         and all(x.shape == y.shape for x, y in zip(leaves, other, strict=True))
     )
 
@@ -310,11 +312,9 @@ def _describe(result: Any) -> str:
         return str(result.shape)
     if isinstance(result, tuple) and len(result) == 2 and _is_array(result[0]):
         return f"({result[0].shape}, aux)"
-    given = "None"
-    if result is not None:
-        given = f"{type(result).__name__} of {len(jax.tree.leaves(result)):,} arrays"
-    return f"{given}; pass the loss, not the whole train step"
+    given = f"{type(result).__name__} of {len(jax.tree.leaves(result)):,} arrays"
+    return f"{'None' if result is None else given}; pass the loss, not the whole train step"
 
 
 def _is_floating(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+    return _is_array(leaf) and bool(jnp.issubdtype(leaf.dtype, jnp.inexact))

@@ -162,9 +162,8 @@ def compile_min_memory(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled
       True
     """
     candidates = CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))
-    if jax.default_backend() == "cpu" and any(
-        leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(lowered.args_info)
-    ):
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(lowered.args_info)]
+    if jax.default_backend() == "cpu" and jnp.bfloat16 in dtypes:
         candidates = (*candidates, options.KEEP_CASTS_IN_LOOPS)
     compiled = [(lowered.compile(compiler_options=dict(o)), o) for o in candidates]
     return min(compiled, key=lambda c: peak(c[0]).total)

@@ -24,7 +24,6 @@ def test_kernels_in_pallas_are_lowered_for_that_device():
         out[...] = 2 * x[...]
 
     shape = jax.ShapeDtypeStruct((256,), jnp.float32)
-    call = pallas.pallas_call(double, shape)
     with traced_for(GPU):
-        lowered = jax.jit(call).trace(shape).lower(lowering_platforms=("cuda",))
-    assert "custom_call" in lowered.as_text()
+        traced = jax.jit(pallas.pallas_call(double, shape)).trace(shape)
+        assert "custom_call" in traced.lower(lowering_platforms=("cuda",)).as_text()

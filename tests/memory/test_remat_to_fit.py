@@ -233,20 +233,21 @@ def test_an_optimizer_sees_the_tree_that_a_user_gives_it():
             seen.clear()
 
 
-def test_nnx_variables_that_a_loss_swaps_are_updated():
+def test_nnx_variables_that_a_loss_swaps_and_attributes_are_updated():
     class Pair(nnx.Module):
         def __init__(self):
-            self.w = nnx.Param(jnp.eye(WIDTH))
+            self.w, self.calls = nnx.Param(jnp.eye(WIDTH)), 0
             self.a, self.b = nnx.Variable(jnp.ones(())), nnx.Variable(jnp.zeros(()))
 
     def loss(pair, x):
+        pair.calls += 1
         pair.a[...], pair.b[...] = pair.b[...], pair.a[...]
         return jnp.square(jnp.tanh(x @ pair.w[...])).mean()
 
     pair = Pair()
     fitted, _ = memory.remat_to_fit(loss, "1GiB", pair, X)
     nnx.jit(nnx.value_and_grad(fitted))(pair, X)
-    assert (float(pair.a[...]), float(pair.b[...])) == (0.0, 1.0)
+    assert (float(pair.a[...]), float(pair.b[...]), pair.calls) == (0.0, 1.0, 1)
 
 
 def test_describes_a_wrong_budget_or_optimizer_in_one_line():
