@@ -149,7 +149,7 @@ def test_a_private_run_prints_both_bounds(audited, capsys):
     assert f"audit: epsilon is at least {audit['epsilon']:.3g} with 95% confidence" in printed
     assert f"and at most {upper.epsilon(40):.4g} (" in printed
     fnet_command("report", "run")
-    page = (audited / "run" / "report.html").read_text()
+    page = (audited / "run/private/report.html").read_text()
     assert "epsilon, at least" in page
     fnet_command("train", "audited.py", "--out", "run", "--resume")  # after the last step
     assert summary_of(audited / "run")["audit"] == audit

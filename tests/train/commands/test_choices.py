@@ -273,7 +273,7 @@ def test_a_run_is_evaluated_on_text_and_on_questions(folder, capsys):
     accuracy = np.mean([np.argmax(v) == a for v, a in zip(expected, [0, 1, 2, 0, 1], strict=True)])
     assert written["metrics"]["choices/accuracy"] == accuracy
     assert f"choices/accuracy {accuracy:.6g}" in lines
-    assert "1 questions lost their beginning to fit in 48 tokens" in lines
+    assert "2 questions lost their beginning to fit in 48 tokens" in lines
 
     assert exit_code("eval", "run", "--choices", "none.jsonl") == 2
     assert_one_line_error(capsys, "--choices: none.jsonl does not exist")

@@ -20,7 +20,7 @@ from train.run.checkpoints import RestoredNetwork
 from train.run.evaluation import Evaluator
 from train.run.generation import TextGenerator
 from train.run.open_run import OpenRun, write_classes
-from train.run.run_folder import RunFolder
+from train.run.run_folder import RunFolder, read_sealed, seal
 from train.run.setup import setup
 
 TEXT = """
@@ -215,8 +215,8 @@ def test_draws_one_row_of_images_per_label(run_of, recipes, capsys):
 def test_refuses_to_sample_if_class_names_changed(run_of, recipes, capsys):
     run_of("images")
     path = recipes / "images" / "classes.json"
-    content = {n: v for n, v in json.loads(path.read_text()).items() if n != "checksum"}
-    path.write_text(json.dumps(content).replace('"3"', '"three"'))
+    content = json.dumps(read_sealed(path)).replace('"3"', '"three"')
+    path.write_text(json.dumps(seal(json.loads(content))))
     assert exit_code("sample", "images", "--labels", 3) == 2
     assert_one_line_error(capsys, "label 3 was three, is 3")
 

@@ -78,7 +78,7 @@ def sections(draw, kind, wrong):
     names, section = [f.name for f in fields(kind)], {}
     if kind in VARIANTS:  # their first field names the variant
         tag, *names = names
-        section[tag] = typing.get_args(hints[tag])[0]
+        section[tag] = typing.get_args(typing.get_type_hints(kind)[tag])[0]
     for name in draw(st.permutations(names))[: draw(st.integers(0, 4))]:
         valid = values(hints[name]).filter(is_valid(hints[name]))
         section[name] = draw(WRONG if wrong and draw(st.integers(0, 4)) == 0 else valid)

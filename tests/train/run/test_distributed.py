@@ -139,7 +139,8 @@ def with_files(*files):
 
 
 def write_images(path, rows):
-    np.savez(path, image=np.zeros((rows, 8, 8, 1), np.float32), label=np.arange(rows) % 10)
+    images = np.random.default_rng(0).uniform(size=(rows, 8, 8, 1)).astype(np.float32)
+    np.savez(path, image=images, label=np.arange(rows) % 10)
 
 
 @pytest.mark.slow

@@ -212,7 +212,8 @@ def test_release_only_describes_the_data_only_to_the_holder_of_the_seed(private_
     secret = bytes.fromhex((private_run / "run" / "secret_seed").read_text())
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(private_run)
-        data = describe_data(images_in_one_file(Path("data"), changed=False), private=True)
+        dataset = images_in_one_file(Path("data"), changed=False)
+        data = describe_data(dataset, TextFile(path="data.npz"), private=True)
     code = hmac.new(secret, json.dumps(data).encode(), "sha256").hexdigest()
     assert written == {"keyed_checksum": code}
 
