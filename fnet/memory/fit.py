@@ -268,7 +268,7 @@ class _Call(NamedTuple):
                 aux, changed = jax.tree.unflatten(structure, merged)
                 if self.objects:
                     _nnx().update(self.objects, changed)
-                    nodes = dict(_nnx().iter_graph(self.objects))
+                    nodes = dict(_nnx().iter_graph(self.objects)) if newly_set else {}
                     for (*path, name), attribute in newly_set:
                         setattr(nodes[tuple(path)], name, attribute)
                 return (value, aux) if has_aux else value

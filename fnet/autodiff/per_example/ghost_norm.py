@@ -174,7 +174,8 @@ def inner_products(u: Array, v: Array, other_u: Array, other_v: Array) -> Estima
 
     size = 2 * u.shape[0] * u.shape[2] * other_u.shape[2]
     if not is_for_cpu():
-        size *= min(-(-max(u.shape[-1], v.shape[-1]) // _BLOCK), _BLOCK)
+        width = min(max(u.shape[-1], v.shape[-1]), _BLOCK**2)
+        size *= -(-width // _block_size(width, max(u.shape[2], other_u.shape[2])))
     estimate: Estimate = map_groups_in_chunks(products, (u, v, other_u, other_v), 4 * size)
     return estimate
 
@@ -360,8 +361,7 @@ def number_of_chunks(
     devices = batch_devices() if batch % batch_devices() == 0 else 1
     local = batch // devices
     factors = sum(a.nbytes for a in arrays) // devices
-    least = _MIN_BYTES if is_for_cpu() else _FILLS_A_GPU
-    allowed = max(least, factors // 4)
+    allowed = max(_MIN_BYTES if is_for_cpu() else _FILLS_A_GPU, factors // 4)
     fitting = allowed // max(example_bytes, 1)
     largest = fitting if width is None else min(fitting, width)
     divisors = (n for n in range(1, local + 1) if local % n == 0)
