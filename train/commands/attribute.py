@@ -31,7 +31,7 @@ def attribute(opened: OpenRun, options: AttributeArguments, console: Console) ->
     run = opened.setup(without_users=not is_recorded)
     if changed := opened.data_change(run):
         log(changed)
-    rows = TrainingRows(run.task.dataset, config.data.batch_size)
+    rows = TrainingRows(run)
     is_query = options.example is not None or options.prompt is not None
     query = None
     if is_recorded and not is_query:

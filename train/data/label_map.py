@@ -32,7 +32,7 @@ class LabelMap:
       values: Pairs of a number in masks and its label; ignored ones have `IGNORE`.
       codes: The same for colors, as 0xRRGGBB; () if colors are the grays of ``values``.
       reading: Whether masks are read by numbers (gray values or palette indices) or by colors;
-        None if nothing said it, as in older runs.
+        None before `choose_reading` looked.
       colors: Color of each label in pictures; () chooses distinct ones.
       void: Color of ignored pixels in pictures.
       palette: Pairs of an index and its color in the palettes of masks that are read by index.
@@ -128,11 +128,11 @@ class LabelMap:
           KeyError, TypeError, ValueError: for anything else.
         """
         values, codes, palette = (
-            tuple((int(value), int(label)) for value, label in plain.get(name, ()))
+            tuple((int(value), int(label)) for value, label in plain[name])
             for name in ("values", "codes", "palette")
         )
-        reading = plain.get("reading")
-        if reading not in (None, *READINGS):
+        reading = plain["reading"]
+        if reading not in READINGS:
             raise ValueError(f"masks are read by {reading}")
         *colors, void = ((int(r), int(g), int(b)) for r, g, b in (*plain["colors"], plain["void"]))
         return cls(tuple(plain["classes"]), values, codes, reading, tuple(colors), void, palette)

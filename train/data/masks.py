@@ -287,7 +287,7 @@ def translate(
 def _as_in_run(config: _Config, trained: LabelMap, samples: Sequence[Sample]) -> LabelMap:
     """Read masks as the run did, if they allow it; check that palettes have its colors."""
     given = config.mask_reading
-    if given is None and trained.reading is not None:
+    if given is None:
         as_then = replace(trained, palette=())
         if all(_try(as_then, sample.mask) is not None for sample in samples):
             given = trained.reading

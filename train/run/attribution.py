@@ -15,7 +15,7 @@ from rich.console import Console
 import fnet
 from train import output
 from train.arguments import AttributeArguments
-from train.data import Arrays, Dataset, augment_rows, num_examples, select_rows
+from train.data import Arrays, augment_rows, num_examples, select_rows
 from train.data.batch import Batch
 from train.data.decode import UnreadableError
 from train.data.masks import spread
@@ -26,11 +26,11 @@ from train.output.rows import as_csv
 from train.output.tables import Table
 from train.run.checkpoints import RestoredNetwork
 from train.run.choices import encode_completions
+from train.run.examples import targets_of
 from train.run.run_folder import RunFolder, as_json, atomic_write, read_sealed, seal
 from train.run.setup import Setup
 from train.stored import read_arrays
 from train.tasks import kind_of, language
-from train.tasks.targets import KINDS
 
 _NUM_PICTURED = 24
 _MOST_BLOCKS = 64
@@ -64,15 +64,14 @@ class TrainingRows:
 
     def __init__(
         self,
-        dataset: Dataset,
-        size: int,
+        run: Setup,
         most: int | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ):
-        self.dataset, self._progress = dataset, progress
-        count = num_examples(dataset.train)
+        self.dataset, self._run, self._progress = run.task.dataset, run, progress
+        count = num_examples(self.dataset.train)
         self._chosen = spread(count, count if most is None else most)
-        self.size = min(size, len(self._chosen))
+        self.size = min(run.config.data.batch_size, len(self._chosen))
 
     def __len__(self) -> int:
         """Return the number of batches."""
@@ -99,11 +98,10 @@ class TrainingRows:
 
     def label(self, row: int) -> str:
         """Return the name of an example's class, its labels or its numbers; "" without one."""
-        labels, dataset = self.dataset.train.get("label"), self.dataset
-        if labels is None or not dataset.classes:
+        labels = self.dataset.train.get("label")
+        if labels is None or not self.dataset.classes:
             return ""
-        kind = "class" if labels.ndim == 1 else "numbers" if dataset.scaling else "labels"
-        return ", ".join(map(str, KINDS[kind](dataset).describe(labels[row]).values()))
+        return ", ".join(map(str, targets_of(self._run).describe(labels[row]).values()))
 
 
 def query_of(run: Setup, network: RestoredNetwork, options: AttributeArguments) -> Query:
@@ -175,7 +173,7 @@ def score(
                 score = fnet.attribution.tracin(losses, [params], [1.0], batch, average=True)
             else:
                 with counting(console, "computing the curvature, in two passes") as progress:
-                    few = TrainingRows(run.task.dataset, rows.size, options.curvature, progress)
+                    few = TrainingRows(run, options.curvature, progress)
                     score = fnet.attribution.ekfac(
                         losses, params, few, batch, damping=options.damping, average=True
                     )

@@ -188,9 +188,9 @@ def _reopen_folder(
     folder: RunFolder, run: Setup, data: dict[str, Any], log: Callable[[str], None]
 ) -> None:
     begins_again = check_saved(folder)
-    folder.read_log(folder.metrics)
+    logged = max((line["step"] for line in folder.read_log(folder.metrics).lines), default=0)
     before = folder.read_config()
-    check_resumed_length(run, before)
+    check_resumed_length(run, before, logged - max(folder.saved_steps, default=0))
     check_classes(folder, run.task.dataset.outputs)
     check_secret(folder, before)
     changed = check_data(folder, run.config, data)
@@ -336,7 +336,7 @@ class _Loop:
         title = f"{run.config.name}, step {run.steps}"
         written += examples.write(run, programs.evaluate, state, evaluation, title, folder).values()
         if isinstance(state.opt_state, fnet.attribution.InRunState):
-            training_rows = TrainingRows(run.task.dataset, run.config.data.batch_size)
+            training_rows = TrainingRows(run)
             written += write_losses(folder, training_rows, columns_of(state.opt_state))
         audited = None
         if run.canaries:  # Pretrained weights have other initial values.

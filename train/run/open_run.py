@@ -21,7 +21,7 @@ from train.data.canaries import add_canaries
 from train.data.chat_file import ChatFile
 from train.data.files import describe_copies, describe_images
 from train.data.image_folder import ImageFolder
-from train.data.label_map import IGNORE, LabelMap
+from train.data.label_map import LabelMap
 from train.data.text import Text
 from train.errors import UserError, warn, writing
 from train.gradients.mean import Mean
@@ -264,18 +264,16 @@ def check_classes(folder: RunFolder, outputs: Outputs) -> None:
 
 
 def _compare_masks(then: LabelMap, now: LabelMap, began: str) -> None:
-    """Check that masks mean the same. Older runs saved no reading, and ignored 255 unsaid."""
+    """Check that masks mean the same."""
     before, after, colors = dict(then.values), dict(now.values), dict(then.palette)
-    if then.reading is None and IGNORE not in after and before.get(IGNORE) == IGNORE:
-        del before[IGNORE]
-    is_same = before == after and then.codes == now.codes and then.reading in (None, now.reading)
+    is_same = before == after and then.codes == now.codes and then.reading == now.reading
     if is_same and all(colors.get(index, color) == color for index, color in now.palette):
         return
-    reading = f" --data.mask-reading {then.reading}" if then.reading else ""
     raise UserError(
         f"data: the values or colors of masks differ from {began}: they were "
         f"{then.describe_values()}; they are {now.describe_values()}; give "
-        f"{then.describe_options()}{reading}, or the class table of the run"
+        f"{then.describe_options()} --data.mask-reading {then.reading}, or the class table of the "
+        "run"
     )
 
 

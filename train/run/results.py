@@ -102,13 +102,11 @@ def summary_of(
     run: Setup, lines: list[dict[str, Any]], programs: Programs, evaluation: Evaluation
 ) -> dict[str, Any]:
     """Return the contents of summary.json, but what only training can measure."""
-    planned, privacy = programs.planned, None
+    planned, secret = programs.planned, {"secret_noise": needs_secret(run.config)}
     report = planned.executable.report
-    if run.privacy:
-        privacy = run.privacy.as_dict(run.steps) | {"secret_noise": needs_secret(run.config)}
     return {
         "metrics": evaluation.test_metrics,
-        "privacy": privacy,
+        "privacy": run.privacy.as_dict(run.steps) | secret if run.privacy else None,
         "noise_scale": noise_scale(lines),
         "steps": run.steps,
         "examples_per_second": throughput(lines),

@@ -75,8 +75,7 @@ def read_seeds(folder: RunFolder, config: Config) -> Seeds:
     if needs_secret(config):
         first = jax.process_index() == 0
         secret = _read_secret(folder.secret_seed) if first else bytes(_BYTES)
-        words = np.frombuffer(secret, np.uint8)
-        secret = bytes(np.asarray(multihost_utils.broadcast_one_to_all(words)))
+        secret = bytes(multihost_utils.broadcast_one_to_all(np.frombuffer(secret, np.uint8)))
         key = np.frombuffer(secret, np.uint32)[: jax.random.key_data(jax.random.key(0)).size]
         return Seeds(int.from_bytes(secret[_BYTES // 2 :], "big"), key)
     if config.is_private:

@@ -230,12 +230,19 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
     return run._replace(canaries=canaries, notes=tuple(notes))
 
 
-def check_resumed_length(run: Setup, saved: Config) -> None:
-    """Check that a resumed private run takes as many steps as its noise was calibrated for."""
+def check_resumed_length(run: Setup, saved: Config, repeated: int = 0) -> None:
+    """Check that a resumed private run keeps a length that its noise needs, new or ``repeated``."""
     config = run.config
     if changed_fields(saved, config):
         return  # another run, which `RunFolder.resume` reports
-    config.grad.check_length(_num_steps(saved, run.steps_per_epoch), run.steps)
+    before = _num_steps(saved, run.steps_per_epoch)
+    config.grad.check_length(before, run.steps)
+    # The difference of two sums with the same noise has none.
+    if config.is_private and repeated > 0 and before != run.steps:
+        raise UserError(
+            f"train.steps: {repeated:,} steps after the last checkpoint would get the noise that "
+            f"they had in a run of {before:,} steps; resume with as many, and change that later"
+        )
 
 
 def _notes(config: Config, dataset: Dataset, steps: int, missing: Placeholder | None) -> list[str]:

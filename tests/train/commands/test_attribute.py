@@ -130,7 +130,7 @@ def losses_and_params(folder):
     def losses(params, batch):
         return run.task.measure(params, network.model_state, batch).metrics["loss"]
 
-    rows = attribution.TrainingRows(run.task.dataset, run.config.data.batch_size)
+    rows = attribution.TrainingRows(run)
     parts = [rows.batch(i) for i in range(len(rows))]
     counts = [len(rows.indices(i)) for i in range(len(rows))]
     batch = {
@@ -189,7 +189,7 @@ def test_a_run_without_records_is_scored_for_its_test_loss(trained, monkeypatch,
     values = attribution.score_in_blocks(
         trained / "attribution" / "test",
         attribution.read_sealed(trained / "attribution" / "test" / "blocks.json"),
-        attribution.TrainingRows(setup(RunFolder(trained).read_config()).task.dataset, 16),
+        attribution.TrainingRows(setup(RunFolder(trained).read_config())),
         lambda: pytest.fail("all blocks are there"),
         lambda done, total: None,
     )

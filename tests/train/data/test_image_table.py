@@ -153,9 +153,9 @@ def test_mixed_images_have_two_standardized_numbers(folder, monkeypatch):
     for name in ("label", "label_2"):
         found = np.sort(data.scaling.restore(batch[name]), 0)
         np.testing.assert_allclose(found, np.sort(rows["label"], 0), rtol=1e-5)
-    assert TrainingRows(data, 8).label(0) == str(rows["label"][0, 0])
     config = SimpleNamespace(data=ImageTable(targets="numbers"), is_release_only=False, name="")
     run, drawn = SimpleNamespace(task=SimpleNamespace(dataset=data), config=config), []
+    assert TrainingRows(run).label(0) == str(rows["label"][0, 0])
     monkeypatch.setattr(output.plots, "classifications", lambda *given: drawn.extend(given[1]))
     draw_augmented(run, folder)  # shows the numbers of the table
     numbers = {line.split("% ")[1] for text in drawn for line in text.splitlines()}

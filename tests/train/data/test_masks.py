@@ -1,7 +1,6 @@
 """What the values of masks mean, as a config and a class table say."""
 
 import contextlib
-import dataclasses
 import io
 from collections import Counter
 
@@ -338,9 +337,6 @@ def test_masks_elsewhere_are_read_as_those_of_the_run_if_they_can_be():
     assert read_elsewhere(label_map, gray(0, 0)) == ([[1, 1]], [])
     assert read_elsewhere(label_map, gray(0, 1)) == ([[0, 1]], [])
     assert read_elsewhere(label_map, gray(0, 0), mask_reading="index") == ([[0, 0]], [])
-    older = LabelMap.from_dict({n: v for n, v in label_map.as_dict().items() if n != "reading"})
-    with pytest.raises(UserError, match="allows two readings"):
-        read_elsewhere(older, gray(0, 0))
     with pytest.raises(UserError, match="allows two readings"):  # the table of the other masks
         read_elsewhere(label_map, gray(0, 0), rows=SWAPPED)
 
@@ -421,9 +417,6 @@ def test_samples_count_values():
 def test_maps_survive_json():
     label_map = decide(colored(RED, GREEN), rows=COLORED)
     assert LabelMap.from_dict(label_map.as_dict()) == label_map
-    older = label_map.as_dict() | {"palettes": "colors", "shown": [[0, 5]]}
-    del older["reading"], older["palette"]
-    assert LabelMap.from_dict(older) == dataclasses.replace(label_map, reading=None)
     with pytest.raises(ValueError, match="masks are read by x"):
         LabelMap.from_dict(label_map.as_dict() | {"reading": "x"})
 

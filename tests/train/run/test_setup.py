@@ -168,6 +168,20 @@ def test_resuming_keeps_the_number_of_private_steps(tmp_path):
         check_resumed_length(run, dataclasses.replace(there, train=Train(steps=2)))
 
 
+def test_noise_is_not_repeated_in_a_run_of_another_length():
+    """The difference of two sums with the same noise has none."""
+    grad = Clipped(noise_multiplier=1.0, delta=1e-5)
+    config = Config(data=SMALL, model=Mlp(hidden=()), train=Train(steps=4))
+    run = setup(config)._replace(config=dataclasses.replace(config, grad=grad))
+    before = dataclasses.replace(run.config, train=Train(steps=3))
+    check_resumed_length(run, before)
+    check_resumed_length(run, run.config, repeated=1)
+    with pytest.raises(
+        UserError, match=r"1 steps after the last checkpoint .* in a run of 3 steps"
+    ):
+        check_resumed_length(run, before, repeated=1)
+
+
 SMALL = Synthetic(examples=10, batch_size=4, image_size=4, channels=1, classes=5)
 
 
@@ -294,11 +308,9 @@ def test_kernels_are_bfloat16_and_their_average_is_float32():
 
 def test_masks_of_a_resumed_run_mean_the_same(tmp_path):
     codes, values = ((0, 0), (0xFF0000, 1)), ((0, 0), (1, 1), (255, 255))
-    older = LabelMap(("a", "b"), values, codes)  # ignored 255 unsaid, and saved no reading
-    write_classes(RunFolder(tmp_path), Outputs(older.names, older, None))
-    now = dataclasses.replace(older, values=values[:2], reading="color", palette=((0, 5),))
-    check_classes(RunFolder(tmp_path), Outputs(now.names, now, None))
+    now = LabelMap(("a", "b"), values[:2], codes, "color", palette=((0, 5),))
     write_classes(RunFolder(tmp_path), Outputs(now.names, now, None))
+    check_classes(RunFolder(tmp_path), Outputs(now.names, now, None))
     options = r"give --data.classes 2 --data.mask-reading color, or the class table of the run"
     for changes in (
         {"codes": ((0, 1), (0xFF0000, 0))},
