@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Each process takes up to 3 GB.
+PROCESSES := -n logical --maxprocesses 4
 
 .PHONY: demo test test-newest test-all coverage check lint types docs bench release clean
 
@@ -11,7 +13,7 @@ demo: $(VENV)/.installed
 	$(BIN)/fnet eval runs/demo
 
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest $(PROCESSES)
 
 # What reads or compiles traced programs, on the newest Python that pyproject.toml lists and the
 # newest JAX, if they are here and there is time.
@@ -19,11 +21,11 @@ test-newest: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.newest --seconds $(or $(TEST_SECONDS),480)
 
 test-all: $(VENV)/.installed-dev
-	$(BIN)/pytest -n 2 -m "slow or not slow"
+	$(BIN)/pytest $(PROCESSES) -m "slow or not slow"
 
 # Lines of fnet and train that tests run, also as pages in dist/coverage/html.
 coverage: $(VENV)/.installed-dev
-	$(BIN)/pytest -n 2 -m "slow or not slow" --cov --cov-report=term --cov-report=html --cov-fail-under=95
+	$(BIN)/pytest $(PROCESSES) -m "slow or not slow" --cov --cov-report=term --cov-report=html --cov-fail-under=95
 
 check: lint types test-all
 

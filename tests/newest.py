@@ -81,10 +81,10 @@ def environment(end: float) -> str:
 
 def run_tests(python: str, end: float) -> int:
     """Run the tests until the end; returns 1 if one failed."""
-    options = ["-n", "2", "-q", "-p", "no:cacheprovider", "--maxfail", "20", "--tb", "short"]
+    words = "-n logical --maxprocesses 4 -q -p no:cacheprovider --maxfail 20 --tb short"
     # In a group of its own, because its workers must end with it.
     with subprocess.Popen(
-        [python, "-m", "pytest", *options, *TESTS], cwd=ROOT, start_new_session=True
+        [python, "-m", "pytest", *words.split(), *TESTS], cwd=ROOT, start_new_session=True
     ) as process:
         try:
             code = process.wait(end - time.monotonic())

@@ -47,9 +47,9 @@ def estimate(compiled: Any, peaks: Peaks) -> Estimate:
 
     Instructions run one after the other. Messages to other devices overlap with the instructions
     between their start and their end, as scheduled, and so do copies between the memories of the
-    device and of the host. A loop counts all its iterations, and a
-    conditional its slowest branch. An instruction reads its operands from memory and writes its
-    results there. `Peaks.cache` is for kernels that move few bytes.
+    device and of the host. A loop counts all its iterations, but one if their number depends on
+    values. A conditional counts its slowest branch. An instruction reads its operands from memory
+    and writes its results there. `Peaks.cache` is for kernels that move few bytes.
 
     Args:
       compiled: The compiled program, ``jax.jit(f).lower(...).compile()``, or its text.
