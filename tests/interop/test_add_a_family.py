@@ -1,6 +1,5 @@
 """A family of published models is one file: the page's own."""
 
-import json
 import re
 import runpy
 from pathlib import Path
@@ -9,9 +8,7 @@ import chex
 import numpy as np
 import pytest
 from pretrained_cases import weights
-from pretrained_folder import LLAMA, write_folder
-from program_cases import fnet_command, metrics_of
-from safetensors.numpy import load_file
+from pretrained_folder import LLAMA
 
 import fnet
 from fnet.interop.huggingface import FAMILIES, build_model
@@ -21,17 +18,6 @@ CONFIG = LLAMA | {
     "model_type": "calm", "architectures": ["CalmForCausalLM"], "residual_multiplier": 0.4,
     "norm_eps": 1e-3, "dropout_rate": 0.1, "shared_norms": False,
 }  # fmt: skip
-RECIPE = """
-from train.config import ChatFile, Config, Optim, Pretrained, Train
-
-def config():
-    return Config(
-        data=ChatFile(path="sums.jsonl", vocabulary=256, context=12, batch_size=8),
-        model=Pretrained(path="calm"),
-        optim=Optim(name="adamw", learning_rate=0.01),
-        train=Train(steps=2, log_every=1),
-    )
-"""
 TOKENS = np.random.default_rng(0).integers(0, 256, (2, 7))
 
 
@@ -118,22 +104,3 @@ def test_other_options_are_refused_by_name(options, match):
 def test_a_model_type_has_one_row():
     with pytest.raises(ValueError, match="'llama' is registered twice"):
         fnet.interop.huggingface.register(FAMILIES["llama"])
-
-
-@pytest.mark.slow
-def test_the_program_trains_and_exports_it(workplace):
-    tensors = write_folder(workplace / "calm", CONFIG)
-    sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
-    (workplace / "sums.jsonl").write_text("\n".join(map(json.dumps, sums)))
-    (workplace / "tiny.py").write_text(RECIPE)
-    fnet_command("import", "calm", "--out", "same", "--data.vocabulary", 256)
-    fnet_command("export", "same")
-    chex.assert_trees_all_equal(load_file(workplace / "same/exported/model.safetensors"), tensors)
-
-    fnet_command("train", "tiny.py", "--out", "run")
-    assert metrics_of(workplace / "run")[-1]["step"] == 2
-    fnet_command("export", "run")
-    trained = load_file(workplace / "run/exported/model.safetensors")
-    chex.assert_trees_all_equal_shapes_and_dtypes(trained, tensors)
-    assert all((trained[name] != tensors[name]).any() for name in tensors)
-    assert json.loads((workplace / "run/exported/config.json").read_text()) == CONFIG

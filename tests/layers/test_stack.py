@@ -41,20 +41,6 @@ def tokens(t=12, seed=5):
     return jax.random.normal(jax.random.key(seed), (2, t, WIDTH))
 
 
-@pytest.mark.slow
-def test_every_block_but_the_first_has_a_context_and_a_strength():
-    _, params, state = made()
-    assert [("strength" in params[i]) for i in "012"] == [False, True, True]
-    chex.assert_trees_all_equal_shapes(state, {i: {"context": jnp.zeros((16, 16))} for i in "12"})
-
-
-@pytest.mark.slow
-def test_stack_without_context_has_no_state():
-    _, params, state = made(context=None)
-    assert state == {}
-    assert "strength" not in params["1"]
-
-
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(("context", "condition"), [("lagged", 5), ("current", None), (None, None)])
 def test_stack_matches_its_formula(context, condition):
@@ -106,20 +92,6 @@ def test_evaluation_does_not_update_contexts(context):
 
 
 @pytest.mark.slow
-def test_conditioned_block_starts_as_the_identity_and_trains():
-    stack = compiled(layers.stack(WIDTH, causal_blocks(2), condition=5))
-    params, state = stack.init(jax.random.key(0))
-    vector = jax.random.normal(jax.random.key(1), (2, 5))
-    y, _ = stack.apply(params, state, tokens(), train=True, condition=vector)
-    chex.assert_trees_all_equal(y, tokens())
-    grads = jax.grad(
-        lambda p: jnp.square(stack.apply(p, state, tokens(), train=True, condition=vector)[0]).sum()
-    )(params)
-    assert all(jnp.abs(grads[i]["modulation"]["kernel"]).max() > 0 for i in "01")
-    assert stack.decode is None
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["one_norm", "two_norms"])
 def test_parallel_blocks_read_their_input(parallel):
     mixer, mlp = layers.attention(8, 2, causal=True), layers.feed_forward(8, 12)
@@ -141,44 +113,6 @@ def test_parallel_blocks_read_their_input(parallel):
     chex.assert_trees_all_close(y, expected, atol=1e-5)
     last, _ = net.decode.extend(params, {}, net.decode.init_cache(2, 5, x.dtype), x, 0)
     chex.assert_trees_all_close(last, expected, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_block_may_have_no_feed_forward():
-    attention = layers.attention(WIDTH, HEADS, causal=True)
-    stack = compiled(layers.stack(WIDTH, [layers.Block(attention)] * 2))
-    params, _ = stack.init(jax.random.key(0))
-    assert set(params["0"]) == {"mixer", "mixer_norm"}
-    x = tokens()
-    for p in params.values():
-        normed, _ = layers.rms_norm(WIDTH).apply(p["mixer_norm"], {}, x, train=True)
-        x = x + attention.apply(p["mixer"], {}, normed, train=True)[0]
-    chex.assert_trees_all_close(stack.apply(params, {}, tokens(), train=True)[0], x, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_mixer_without_mask_argument_works_without_a_mask():
-    attention = layers.attention(WIDTH, HEADS, causal=True)
-    mixer = fnet.serial(conv=layers.causal_conv(WIDTH), attention=attention)
-    stack = compiled(layers.stack(WIDTH, [layers.Block(mixer)]))
-    params, _ = stack.init(jax.random.key(0))
-    normed, _ = layers.rms_norm(WIDTH).apply(params["0"]["mixer_norm"], {}, tokens(), train=True)
-    mixed, _ = mixer.apply(params["0"]["mixer"], {}, normed, train=True)
-    y, _ = stack.apply(params, {}, tokens(), train=True)
-    chex.assert_trees_all_close(y, tokens() + mixed, atol=1e-5)
-    with pytest.raises(TypeError, match="mask"):
-        stack.apply(params, {}, tokens(), train=True, mask=jnp.ones((2, 12), bool))
-
-
-@pytest.mark.slow
-def test_dropout_acts_on_branches_in_training_only():
-    stack, params, state = made(context=None, dropout=0.5)
-
-    def run(seed, train):
-        return stack.apply(params, state, tokens(), key=jax.random.key(seed), train=train)[0]
-
-    assert jnp.abs(run(0, True) - run(1, True)).max() > 1e-3
-    chex.assert_trees_all_equal(run(2, False), run(3, False))
 
 
 @pytest.mark.slow

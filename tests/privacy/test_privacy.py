@@ -16,7 +16,7 @@ import program_cases
 import pytest
 from dp_accounting import TruncatedSubsampledGaussianDpEvent
 from dp_accounting.pld import PLDAccountant
-from program_cases import assert_one_line_error, exit_code, final_state, fnet_command, metrics_of
+from program_cases import assert_one_line_error, exit_code, fnet_command, metrics_of
 from scipy.stats import norm
 
 from fnet.privacy import PoissonSampling, banded_square_root, calibrate_noise_multiplier, epsilon
@@ -150,21 +150,6 @@ def test_epsilon_of_progress_lines_is_a_close_upper_bound(noise, size):
     assert all(a <= b <= 1.005 * a + 0.002 for a, b in zip(exact, spent, strict=True))
     assert spent == sorted(spent)
     assert spent[-1] == exact[-1]
-
-
-@pytest.mark.slow
-def test_a_run_with_correlated_noise_reports_and_resumes(private, capsys):
-    words = "--grad.noise-bands", 4, "--train.steps"
-    fnet_command("train", "private.py", "--out", "whole", *words, 6)
-    sampling = PoissonSampling(1437, 64, bands=4)
-    expected = epsilon(1.0, 1e-5, sampling, 6, strategy=banded_square_root(4))
-    guarantee = guarantee_of(private / "whole")
-    assert guarantee["epsilon"] == expected
-    assert guarantee["noise_bands"] == 4
-    assert "at least 4 steps apart" in capsys.readouterr().out
-    fnet_command("train", "private.py", "--out", "parts", *words, 3)
-    fnet_command("train", "parts", "--resume", "--train.steps", 6)
-    chex.assert_trees_all_equal(final_state(private / "whole"), final_state(private / "parts"))
 
 
 def test_noise_of_a_run_is_correlated_and_sampling_is_cyclic(private):

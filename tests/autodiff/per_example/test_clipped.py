@@ -288,21 +288,6 @@ def test_gram_matrices_use_the_highest_precision():
     assert str(traced).count("HIGHEST") == 4  # Both operands of two products.
 
 
-def test_named_scopes_are_kept_inside_calls_and_scans():
-    def loss(w, x):
-        def layer(x, w):
-            return jnp.tanh(x @ w), None
-
-        with jax.named_scope("outer"):
-            x = jax.lax.scan(layer, x, w)[0]
-            return jax.jit(lambda x, w: jnp.sin(x @ w))(x, w[0]).sum(-1)
-
-    lowered = jax.jit(clipped_grad(loss, 1.0)).lower(jnp.ones((2, 3, 3)), jnp.ones((4, 3)))
-    text = lowered.as_text(debug_info=True)
-    assert "jvp(outer)/sin" in text
-    assert "jvp(outer)/while" in text
-
-
 def test_mlp_takes_at_most_the_memory_of_a_plain_gradient():
     model = layers.mlp([784, 512, 512, 10])
     params, _ = jax.eval_shape(model.init, jax.random.key(0))

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 from example_losses import B, Case, assert_clipped_like_a_loop, normal, row_losses
 
-import fnet
 from fnet.autodiff import gradient_strategies
 from fnet.jaxpr.custom_rules import is_linear
 
@@ -48,18 +47,3 @@ def test_only_linear_rules_are_linear():
     for name, (backward, _) in RULES.items():
         (eqn,) = jax.make_jaxpr(quantizer(backward))(jnp.ones(3)).eqns
         assert is_linear(eqn) == (name != "sign")
-
-
-@pytest.mark.slow
-def test_a_large_tied_embedding_with_a_fused_head():
-    vocabulary, width = 20_000, 64  # Gradients of all examples exceed the memory budget.
-
-    def loss(p, t):
-        h = jnp.tanh(p["table"][t[:, :-1]] @ p["w"])
-        return fnet.linear_cross_entropy(h, p["table"], t[:, 1:], vocab_axis=0).mean(1)
-
-    params = {"table": normal(0, vocabulary, width), "w": normal(1, width, width)}
-    tokens = jax.random.randint(jax.random.key(2), (B, 4), 0, vocabulary)
-    expected = {"table": "materialized in chunks", "w": "ghost norm"}
-    assert gradient_strategies(loss, params, tokens) == expected
-    assert_clipped_like_a_loop(Case(loss, params, (tokens,)), 1.0)
