@@ -150,10 +150,8 @@ def test_xielu_is_its_formula():
         np.testing.assert_allclose(y, curve + 0.5 * x, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sweep(9)
-@pytest.mark.parametrize("name", ["gemma3_text", "gpt2", "phi3"])
-def test_fused_losses_match_the_logits(name):
-    model, params, _ = loaded(name)
+def test_fused_losses_match_the_logits():
+    model, params, _ = loaded("gemma3_text")
     labels = np.roll(TOKENS, -1, axis=1)
     losses, _ = jax.jit(lambda p: model.losses(p, {}, TOKENS, labels, train=True))(params)
     logits, _ = jax.jit(lambda p: model.apply(p, {}, TOKENS, train=False))(params)
@@ -161,8 +159,7 @@ def test_fused_losses_match_the_logits(name):
     chex.assert_trees_all_close(losses, expected, atol=1e-5)
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("name", ["gemma2", "mamba2_groups", "qwen3_5_text", "recurrent_gemma"])
+@pytest.mark.parametrize("name", ["gemma2", "mamba2_groups"])
 def test_bfloat16_tensors_stay_bfloat16(name):
     _, _, tensors = loaded(name)
     tensors = {name: a.astype(jnp.bfloat16) for name, a in tensors.items()}
@@ -174,14 +171,7 @@ def test_bfloat16_tensors_stay_bfloat16(name):
     chex.assert_trees_all_equal(fnet.interop.to_huggingface(model, params), tensors)
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("mamba_biases", "falcon_mamba", "mamba2_groups"),
-        *("qwen3_5_text", "recurrent_gemma", "gemma4_keys"),
-    ],
-)
+@pytest.mark.parametrize("name", ["mamba_biases", "gemma4_keys"])
 def test_decoding_and_packing_give_the_logits_of_the_sequence(name):
     model, params, _ = loaded(name)
     apply = jax.jit(lambda p, tokens, **given: model.apply(p, {}, tokens, train=False, **given)[0])
@@ -258,11 +248,9 @@ def test_a_share_of_rotated_features_is_refused_where_transformers_ignores_it():
         build_model(CONFIGS["qwen3"] | {"partial_rotary_factor": 0.5})
 
 
-@pytest.mark.slow
 def test_experts_may_be_one_tensor():
     name = "qwen3_5_moe"
-    model, params, tensors = loaded(name)
-    logits, _ = jax.jit(lambda p: model.apply(p, {}, TOKENS, train=False))(params)
+    _, _, tensors = loaded(name)
     one, pattern = {}, re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)_proj\.weight")
     experts = {}
     for key, a in tensors.items():
@@ -279,8 +267,8 @@ def test_experts_may_be_one_tensor():
             f"{prefix}.down_proj": down,
         }
     model, params = fnet.interop.from_huggingface(CONFIGS[name], one)
-    again, _ = jax.jit(lambda p: model.apply(p, {}, TOKENS, train=False))(params)
-    chex.assert_trees_all_close(again, logits, atol=1e-6)
+    logits, _ = jax.jit(lambda p: model.apply(p, {}, TOKENS, train=False))(params)
+    np.testing.assert_allclose(logits[1, -1, :4], LOGITS[name], atol=2e-5)
     chex.assert_trees_all_equal(fnet.interop.to_huggingface(model, params), one)
 
 

@@ -45,9 +45,7 @@ GRADS, NORMS = per_example()
 CLIP = float(np.median(NORMS))
 
 
-@pytest.mark.sweep(12)
-@pytest.mark.parametrize("microbatch_size", [3, None, 1, 6])
-@pytest.mark.parametrize("materialized", [False, True])
+@pytest.mark.parametrize(("microbatch_size", "materialized"), [(3, False), (None, True)])
 def test_sum_equals_a_loop_over_examples(microbatch_size, materialized):
     gradient = jax.jit(
         clipped_grad(
@@ -76,7 +74,6 @@ def test_gradients_are_not_materialized():
     assert temporaries < 64 * params["w"].nbytes / 8
 
 
-@pytest.mark.slow
 def test_arguments_by_number():
     def weighted(x, scale, w, b, y):
         return loss({"w": w, "b": b}, x, y, scale)
@@ -109,7 +106,6 @@ def test_bounds_may_be_a_prefix_of_params():
     np.testing.assert_allclose(gradient.sensitivity(), 2**0.5)
 
 
-@pytest.mark.slow
 def test_users_with_several_examples():
     users = X.reshape(2, 3, 4), Y.reshape(2, 3)
     gradient = clipped_grad(loss, batch_argnums=(1, 2), keep_batch_dim=False, l2_clip_norm=0.1)
@@ -206,10 +202,9 @@ def test_sums_on_a_grid_are_those_of_rounded_gradients():
     assert gradient.sensitivity() == 1000.0
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_sums_on_a_grid_are_within_the_bound():
-    gradient = clipped_grad(loss, **GRID)
+    gradient = jax.jit(clipped_grad(loss, **GRID))
     for i in range(B):
         assert norm(gradient(PARAMS, X[i : i + 1], Y[i : i + 1])) <= 1000
     with pytest.raises(ValueError, match=r"must be above sqrt\(elements\) / 2 = 1.936 .* got 1"):
@@ -221,15 +216,13 @@ def test_sums_on_a_grid_are_within_the_bound():
     )
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("microbatch_size", [None, 256])
-def test_sums_in_bfloat16_are_accumulated_in_float32(microbatch_size):
+def test_sums_in_bfloat16_are_accumulated_in_float32():
     params, x = jnp.zeros(1, jnp.bfloat16), jnp.ones((1024, 1), jnp.bfloat16)
 
     def first(params, x):
         return jnp.sum(x * params[None])
 
-    how = {"l2_clip_norm": 1.004, "microbatch_size": microbatch_size}
+    how = {"l2_clip_norm": 1.004, "microbatch_size": 256}
     total = clipped_grad(first, **how)(params, x[:768])
     assert total.dtype == jnp.float32
     assert total[0] == 768

@@ -86,14 +86,10 @@ def assert_same(config, params, f, *args, axes=None, quantized=None):
     return by_parts, adapters
 
 
-FORMS = pytest.mark.parametrize(
-    "form", [{"rslora": True, "alpha": 3.0}, {"dora": True, "alpha": 3.0}], ids=["lora", "dora"]
-)
+LORA, DORA = {"rslora": True, "alpha": 3.0}, {"dora": True, "alpha": 3.0}
 
 
-@pytest.mark.sweep(12)
-@FORMS
-@pytest.mark.parametrize("quantized", [None, "int8", "nf4"])
+@pytest.mark.parametrize(("form", "quantized"), [(LORA, "int8"), (DORA, None)], ids=str)
 def test_products_of_every_form(form, quantized):
     def f(params, x):
         w, v = params["w"], params["v"]
@@ -106,22 +102,18 @@ def test_products_of_every_form(form, quantized):
     assert_same(config, params, f, normal(2, 3, 64, seed=2), quantized=quantized)
 
 
-@pytest.mark.sweep(6)
-@FORMS
-def test_other_operations_get_the_whole_weight(form):
+def test_other_operations_get_the_whole_weight():
     def f(params, x, rows):
         table = params["table"]
         norm = table / jnp.linalg.norm(table, axis=0, keepdims=True)
         return table[rows] + norm[:1] * jnp.where(x > 0, table[1][None], table[2][None])
 
     params = {"table": normal(5, 4)}
-    config = lora.LoRA(2, targets=("table",), **form)
+    config = lora.LoRA(2, targets=("table",), **DORA)
     assert_same(config, params, f, normal(3, 4, seed=2), jnp.array([0, 4, 4]))
 
 
-@pytest.mark.sweep(9)
-@FORMS
-@pytest.mark.parametrize("quantized", [None, "nf4"])
+@pytest.mark.parametrize(("form", "quantized"), [(LORA, None), (DORA, "nf4")], ids=str)
 def test_stacked_layers_in_a_scan(form, quantized):
     def f(params, x):
         @jax.checkpoint
@@ -138,9 +130,7 @@ def test_stacked_layers_in_a_scan(form, quantized):
     assert_same(config, params, f, normal(2, 8, seed=2), quantized=quantized)
 
 
-@pytest.mark.sweep(9)
-@FORMS
-@pytest.mark.parametrize("quantized", [None, "nf4"])
+@pytest.mark.parametrize(("form", "quantized"), [(LORA, "nf4"), (DORA, None)], ids=str)
 def test_layers_of_a_stack_by_number(form, quantized):
     def f(params, x):
         w = params["blocks"]["kernel"]
@@ -160,8 +150,8 @@ def test_layers_of_a_stack_by_number(form, quantized):
 @pytest.mark.parametrize(
     ("own", "other"),
     [
-        *(("nio", other) for other in ("nbi", "bni", "bin", "nbo", "bno", "bon")),
-        *(("noi", other) for other in ("bni", "nbo")),
+        *(("nio", other) for other in ("bni", "bin", "nbo")),
+        ("noi", "bno"),
     ],
 )
 def test_products_of_every_layer_of_a_stack(own, other):
@@ -181,8 +171,8 @@ def test_products_of_every_layer_of_a_stack(own, other):
 @pytest.mark.parametrize(
     ("order", "dora"),
     [
-        *((order, False) for order in ((0, 2, 1), (1, 0, 2), (2, 0, 1), (2, 1, 0))),
-        *((order, True) for order in ((0, 1, 2), (2, 0, 1))),
+        *((order, False) for order in ((0, 2, 1), (2, 1, 0))),
+        ((2, 0, 1), True),
     ],
 )
 def test_weights_of_three_axes_in_any_order(order, dora):
@@ -242,9 +232,7 @@ def test_weights_inside_of_branches_for_platforms():
     np.testing.assert_allclose(result, expected, rtol=1e-5)
 
 
-@pytest.mark.sweep(6)
-@FORMS
-def test_linen(form):
+def test_linen():
     class Network(linen.Module):
         @linen.compact
         def __call__(self, x):
@@ -254,13 +242,11 @@ def test_linen(form):
 
     x, network = normal(2, 5, 4), Network()
     params = network.init(new_key(), x)["params"]
-    config = lora.LoRA(2, targets=("Dense*/kernel",), **form)
+    config = lora.LoRA(2, targets=("Dense*/kernel",), **DORA)
     assert_same(config, params, lambda p, x: network.apply({"params": p}, x), x)
 
 
-@pytest.mark.sweep(9)
-@FORMS
-@pytest.mark.parametrize("name", ["query", "out"])
+@pytest.mark.parametrize(("form", "name"), [(LORA, "query"), (DORA, "out")], ids=str)
 def test_attention_of_nnx(form, name):
     layer = nnx.MultiHeadAttention(num_heads=2, in_features=8, decode=False, rngs=nnx.Rngs(0))
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
@@ -272,12 +258,10 @@ def test_attention_of_nnx(form, name):
     )
 
 
-@pytest.mark.sweep(6)
-@FORMS
-def test_equinox(form):
+def test_equinox():
     eqx = pytest.importorskip("equinox")
     arrays, static = eqx.partition(eqx.nn.MLP(4, 3, 6, 2, key=new_key()), eqx.is_inexact_array)
-    config = lora.LoRA(2, targets={"*/weight": "oi"}, **form)
+    config = lora.LoRA(2, targets={"*/weight": "oi"}, **LORA)
     assert sorted(lora.init(config, arrays, new_key()))[0] == "layers/0/weight"
     assert_same(
         config, arrays, lambda p, x: jax.vmap(eqx.combine(p, static))(x), normal(5, 4), axes=(0,)
@@ -318,9 +302,7 @@ def model_loss(params, model_state, batch, key):
     return jnp.square(y).mean((1, 2)), fnet.Aux(model_state, {})
 
 
-@pytest.mark.sweep(6)
-@FORMS
-def test_layers_of_fnet(form):
+def test_layers_of_fnet():
     model = fnet.serial(
         embedding=layers.embedding(7, 8),
         blocks=fnet.repeat(layers.transformer(8, 2, 1, causal=True), 2),
@@ -331,7 +313,7 @@ def test_layers_of_fnet(form):
     def apply(params, x):
         return model.apply(params, {}, x, train=True)[0]
 
-    by_parts, adapters = assert_same(lora.LoRA(2, **form), params, apply, tokens)
+    by_parts, adapters = assert_same(lora.LoRA(2, **DORA), params, apply, tokens)
     # The backward pass of a layer still finishes its adapters before it goes on.
     gradient = jax.make_jaxpr(jax.grad(by_parts))(adapters, tokens)
     assert any(find_equations(gradient, "optimization_barrier"))
@@ -374,9 +356,7 @@ def test_an_adapter_for_each_example():
         np.testing.assert_allclose(y, apply(adapter, params, row), rtol=1e-5)
 
 
-@pytest.mark.sweep(9)
-@FORMS
-@pytest.mark.parametrize("quantized", [None, "int8"])
+@pytest.mark.parametrize(("form", "quantized"), [(LORA, "int8"), (DORA, None)], ids=str)
 def test_inside_of_shard_map(form, quantized):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     model = layers.mlp([4, 6, 3])
@@ -423,9 +403,7 @@ def test_a_is_uniform_up_to_the_bound():
     np.testing.assert_allclose(a.std(), 0.05 / 3**0.5, rtol=0.03)
 
 
-@pytest.mark.sweep(9)
-@FORMS
-@pytest.mark.parametrize("quantized", [None, "int8"])
+@pytest.mark.parametrize(("form", "quantized"), [(LORA, None), (DORA, "int8")], ids=str)
 def test_merged_weights_have_the_function_of_the_adapters(form, quantized):
     params = {"a": {"kernel": normal(3, 64, 6)}, "b": {"w": normal(4, 64), "bias": normal(4)}}
     config = lora.LoRA(2, targets={"*kernel": "nio", "b/w": "oi"}, **form)
@@ -461,8 +439,7 @@ MODES = {
 }
 
 
-@pytest.mark.sweep(9)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["mean", "clipped microbatches"])
 def test_a_step_trains_the_adapters_alone(mode):
     params, _ = MODEL.init(new_key())
     params = quantize(params, "int8", ("blocks/*kernel",))
@@ -554,13 +531,11 @@ def test_a_skipped_step_keeps_frozen_weights_in_place():
     np.testing.assert_array_equal(state.model_state["frozen"]["kernel"], before)
 
 
-@pytest.mark.slow
-@FORMS
-def test_clipping_finds_the_factors_by_ghost_norms(form, monkeypatch):
+def test_clipping_finds_the_factors_by_ghost_norms(monkeypatch):
     monkeypatch.setattr(parameter_gradients, "_MATERIALIZED", 0.25)  # small ones count as large
     params, _ = MODEL.init(new_key())
     params = quantize(params, "int8", ("blocks/*kernel",))
-    config = lora.LoRA(2, **form)
+    config = lora.LoRA(2, **DORA)
     adapters = trained(config, params)
 
     def losses(adapters, x):
@@ -577,7 +552,6 @@ def test_clipping_finds_the_factors_by_ghost_norms(form, monkeypatch):
         assert_clipped_like_a_loop(Case(losses, adapters, (x,)), tolerance=1e-4)
 
 
-@pytest.mark.slow
 def test_frozen_weights_are_sharded_and_gathered_where_they_are_used():
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     params, _ = MODEL.init(new_key())
