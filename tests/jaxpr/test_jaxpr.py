@@ -11,18 +11,13 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad
 
 from fnet.jaxpr import (
-    CHECKPOINT,
     AnyPrimitive,
     Dependence,
-    Scan,
-    call_like,
     called_jaxpr,
     dependencies,
-    evaluate,
     evaluate_from,
     find_equations,
     has_backward_rule,
-    in_scopes,
     inline,
     inner_jaxprs,
     interpret,
@@ -46,88 +41,6 @@ def function(x):
 
 
 X = jnp.asarray([0.5, 1.5, -2.5])
-
-
-def test_evaluating_every_equation_gives_the_function():
-    closed = jax.make_jaxpr(function)(X)
-    expected = jax.tree.leaves(function(X))
-    for a, b in zip(interpret(closed, [X], evaluate), expected, strict=True):
-        assert jnp.array_equal(a, b)
-
-
-def test_interpreting_under_jit_keeps_named_scopes():
-    def scaled(x):
-        with jax.named_scope("layer"):
-            return 2 * jnp.sin(x)
-
-    closed = jax.make_jaxpr(scaled)(X)
-    again = jax.make_jaxpr(lambda x: interpret(closed, [x], evaluate))(X)
-    assert [scopes(eqn) for eqn in again.eqns] == [("layer",), ("layer",)]
-
-
-def test_a_handler_replaces_equations_under_their_scopes():
-    def cosine(eqn, inputs):
-        if eqn.primitive.name != "sin":
-            return evaluate(eqn, inputs)
-        with in_scopes(eqn):
-            return [jnp.cos(*inputs)]
-
-    def sine(x):
-        with jax.named_scope("outer"), jax.named_scope("inner"):
-            return jnp.sin(x)
-
-    closed = jax.make_jaxpr(sine)(X)
-    assert jnp.array_equal(interpret(closed, [X], cosine)[0], jnp.cos(X))
-    (eqn,) = jax.make_jaxpr(lambda x: interpret(closed, [x], cosine))(X).eqns
-    assert eqn.primitive.name == "cos"
-    assert scopes(eqn) == ("outer", "inner")
-
-
-def test_values_need_not_be_arrays():
-    """Which results depend on which argument; constants and literals depend on none."""
-
-    def depends(eqn, inputs):
-        return [frozenset().union(*inputs)] * len(eqn.outvars)
-
-    def f(x, y):
-        return x + 1, jnp.sin(x) * y, jnp.ones(3), y * jnp.arange(3.0), 2.0
-
-    closed = jax.make_jaxpr(f)(X, X)
-    args = [frozenset("x"), frozenset("y")]
-    found = interpret(closed, args, depends, constant=lambda _: frozenset())
-    assert list(map(set, found)) == [{"x"}, {"x", "y"}, set(), {"y"}, set()]
-
-
-def test_handlers_enter_calls_and_loops():
-    names = []
-
-    def record(eqn, inputs):
-        names.append(eqn.primitive.name)
-        inner = called_jaxpr(eqn)
-        if inner is not None:
-            return call_like(eqn, lambda *args: interpret(inner, args, record))(*inputs)
-        if eqn.primitive.name != "scan":
-            return evaluate(eqn, inputs)
-        scan = Scan.of(eqn)
-        consts, carry, xs = scan.split(inputs)
-
-        def body(carry, xs, count):
-            return interpret(scan.body, [*consts, *carry, *xs], record), count
-
-        results, counts = scan.evaluate(body, carry, xs, jnp.arange(scan.length))
-        assert jnp.array_equal(counts, jnp.arange(scan.length))
-        return results
-
-    def f(x):
-        x = jax.jit(jnp.sin)(x)
-        x = jax.checkpoint(jnp.tanh)(x)
-        return jax.lax.scan(lambda c, row: (c * row, jnp.cos(c)), 1.0, x)
-
-    closed = jax.make_jaxpr(f)(X)
-    results = interpret(closed, [X], record)
-    assert {"sin", "tanh", "mul", "cos"} < set(names)
-    for a, b in zip(results, jax.tree.leaves(f(X)), strict=True):
-        assert jnp.array_equal(a, b)
 
 
 def test_values_are_dropped_after_their_last_use():
@@ -210,11 +123,6 @@ def test_inlining_replaces_calls_under_their_scopes(custom_derivatives):
     assert jnp.allclose(jaxpr_as_fun(closed)(X)[0], f(X))
 
 
-def test_checkpoint_is_not_inlined():
-    closed = inline(jax.make_jaxpr(jax.checkpoint(jnp.sin))(X))
-    assert [eqn.primitive.name in CHECKPOINT for eqn in closed.eqns] == [True]
-
-
 def test_dependencies_stop_at_known_values():
     def f(x, y):
         a = jnp.sin(x)
@@ -231,13 +139,6 @@ def test_dependencies_stop_at_known_values():
     assert set(inputs) == {a, y}
     assert [eqn.primitive.name for eqn in eqns] == ["mul"]
     assert dependencies(jaxpr, [c])[0] == [y]
-
-
-def test_evaluating_a_part_uses_known_values():
-    jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x) * 2.0)(X).jaxpr
-    sine = jaxpr.eqns[0].outvars[0]
-    (result,) = evaluate_from(jaxpr, jaxpr.outvars, {sine: jnp.ones(3)})
-    assert jnp.array_equal(result, jnp.full(3, 2.0))
 
 
 def test_known_values_are_not_overwritten():
