@@ -131,9 +131,7 @@ def test_gradient_of_a_tiny_gamma_has_the_documented_error(gamma, error):
         assert float(jnp.abs(got - exact).max() / jnp.abs(exact).max()) < error
 
 
-@pytest.mark.sweep(9)
-@pytest.mark.parametrize("outlier", [1e3, 1e6])
-@pytest.mark.parametrize("activation", ["elu", "softplus", "leaky_relu"])
+@pytest.mark.parametrize(("activation", "outlier"), [("elu", 1e6), ("softplus", 1e3)])
 def test_gradients_are_finite_with_a_huge_outlier(activation, outlier):
     x, gamma, beta, dy = inputs((64, 2), 2, dtype=jnp.float32)
     gamma = gamma * 40
@@ -160,8 +158,7 @@ def test_constant_channel_gives_beta_and_finite_gradients():
     chex.assert_tree_all_finite(grads)
 
 
-@pytest.mark.sweep(9)
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float64])
 @pytest.mark.usefixtures("float64")
 def test_output_has_the_dtype_of_the_input_and_statistics_are_float32_or_wider(dtype):
     x, gamma, beta, dy = inputs((32, 3), 3)

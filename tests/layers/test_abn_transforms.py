@@ -30,30 +30,19 @@ def images(n=4):
     return jnp.asarray(np.random.default_rng(3).normal(size=(n, 5, 5, 2)))
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize(("batch", "serialised"), [("6", False), ("n", True)])
-def test_exported_network_matches_the_network(batch, serialised):
+def test_exported_network_matches_the_network():
     network = small_network()
     params, state = network.init(jax.random.key(0))
     state["1"]["running_mean"] = jnp.arange(C) / 10
     state["3"]["running_var"] = jnp.arange(C) + 0.5
     evaluate = jax.jit(lambda *a: network.apply(*a, train=False)[0])
-    shape = jax.export.symbolic_shape(f"{batch}, 5, 5, 2")
+    shape = jax.export.symbolic_shape("n, 5, 5, 2")
     exported = jax.export.export(evaluate)(params, state, jax.ShapeDtypeStruct(shape, jnp.float32))
-    if serialised:
-        exported = jax.export.deserialize(exported.serialize())
-    for x in (images(6),) if batch == "6" else (images(6), images(1)):
+    exported = jax.export.deserialize(exported.serialize())
+    for x in (images(6), images(1)):
         chex.assert_trees_all_close(
             exported.call(params, state, x), evaluate(params, state, x), atol=1e-6
         )
-
-
-def test_training_exports_with_a_symbolic_batch_size():
-    f = jax.jit(lambda x: norm(x, None, None, jnp.zeros(C), jnp.ones(C)))
-    shape = jax.export.symbolic_shape(f"n, {C}")
-    exported = jax.export.export(f)(jax.ShapeDtypeStruct(shape, jnp.float32))
-    x = arrays(6, C)[0].astype(jnp.float32)
-    chex.assert_trees_all_close(exported.call(x), f(x), atol=1e-6)
 
 
 def training_loss(apply):
@@ -66,16 +55,14 @@ def training_loss(apply):
     return jax.value_and_grad(f, (0, 1), has_aux=True)
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("remember", [jax.checkpoint, fnet.recompute])
 @pytest.mark.usefixtures("float64")
-def test_rematerialization_changes_neither_gradients_nor_state(remember):
+def test_rematerialization_changes_neither_gradients_nor_state():
     network = small_network()
     params, state = wide(jax.jit(network.init)(jax.random.key(0)))
     x = images()
 
     def remembering(params, state, x, *, train):
-        return remember(functools.partial(network.apply, train=train))(params, state, x)
+        return fnet.recompute(functools.partial(network.apply, train=train))(params, state, x)
 
     def mean_after_one_update(params, x, state):
         y, _ = layers.conv(2, C, bias=False).apply(params["0"], {}, x, train=True)
@@ -100,20 +87,12 @@ def test_forward_mode_raises_type_error(train):
         jax.jvp(lambda x: norm(x, gamma, beta, mean, variance, train=train), (x,), (x,))
 
 
-@pytest.mark.parametrize(
-    ("activation", "train"),
-    [
-        *(("elu", True), ("gelu", True)),
-        *(pytest.param(*c, marks=pytest.mark.slow) for c in (("elu", False), ("softplus", True))),
-    ],
-)
+@pytest.mark.parametrize("activation", ["elu", "gelu"])
 @pytest.mark.usefixtures("float64")
-def test_forward_over_reverse_matches_reverse_over_reverse(activation, train):
+def test_forward_over_reverse_matches_reverse_over_reverse(activation):
     x, gamma, beta, *rest = arrays(6, C)
     directions = tuple(arrays(6, C, seed=5)[:3])
-    gradient = jax.grad(
-        lambda *a: loss(*a, *rest, activation=activation, train=train)[0], (0, 1, 2)
-    )
+    gradient = jax.grad(lambda *a: loss(*a, *rest, activation=activation)[0], (0, 1, 2))
 
     def along(*a):
         return sum((g * d).sum() for g, d in zip(gradient(*a), directions, strict=True))
@@ -131,30 +110,3 @@ def test_forward_over_reverse_matches_reverse_over_reverse(activation, train):
     )(x, gamma, beta)
     chex.assert_trees_all_close(forward, reverse, atol=1e-11)
     chex.assert_trees_all_close(forward, differences, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize(
-    ("layer", "shape"), [(layers.dense(C, 2), (4, C)), (layers.conv(C, 2), (2, 4, 4, C))]
-)
-@pytest.mark.usefixtures("float64")
-def test_forward_mode_works_for_linear_layers(layer, shape):
-    params = wide(layer.init(jax.random.key(0))[0])
-    x, _, _, _, _, dx = arrays(*shape)
-    dparams = jax.tree.map(jnp.cos, params)
-
-    def f(params, x):
-        return layer.apply(params, {}, x, train=True)[0]
-
-    def shifted(params, x, sign):
-        return f(jax.tree.map(lambda a, d: a + sign * d, params, dparams), x + sign * dx)
-
-    # Central differences are exact for bilinear functions.
-    tangent, tangent_of_x, tangent_of_params, expected = compiled(
-        lambda p, x: jax.jvp(f, (p, x), (dparams, dx))[1],
-        lambda p, x: jax.jvp(lambda x: f(p, x), (x,), (dx,))[1],
-        lambda p, x: jax.jvp(lambda p: f(p, x), (p,), (dparams,))[1],
-        lambda p, x: (shifted(p, x, 1) - shifted(p, x, -1)) / 2,
-    )(params, x)
-    chex.assert_trees_all_close(tangent, expected, atol=1e-12)
-    chex.assert_trees_all_close(tangent_of_x + tangent_of_params, tangent, atol=1e-12)

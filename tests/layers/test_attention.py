@@ -26,9 +26,7 @@ CASES = {
 }
 CAUSAL = {
     "plain": {},
-    "window of one": {"window": 1, "rotary": 100.0},
     "window, grouped, rotary": {"window": 5, "groups": 1, "rotary": 100.0},
-    "window longer than all": {"window": 40},
     "variant": {
         "groups": 2,
         "variant": AttentionVariant(output_gate=True, sinks=True, soft_cap=2.0, scale=0.7),
@@ -98,7 +96,6 @@ def test_kernel_width_follows_heads_and_groups():
         assert state == {}
 
 
-@pytest.mark.slow
 def test_masked_tokens_are_not_attended_to(float64):
     layer = attention(WIDTH, HEADS, rotary=100.0)
     params = jax.tree.map(np.float64, initial(layer)[0])
@@ -107,8 +104,6 @@ def test_masked_tokens_are_not_attended_to(float64):
     apply = jax.jit(lambda x, mask: layer.apply(params, {}, x, train=False, mask=mask)[0])
     y = apply(x, mask)
     chex.assert_trees_all_close(y, plain(params, x, rotary=100.0, mask=mask), rtol=1e-9, atol=1e-11)
-    shorter = layer.apply(params, {}, x[1:, :6], train=False)[0]
-    chex.assert_trees_all_close(y[1:, :6], shorter, rtol=1e-9, atol=1e-11)
     chex.assert_trees_all_close(y[:, :6], apply(x.at[1, 6:].set(7.0), mask)[:, :6], rtol=1e-12)
 
 
@@ -130,7 +125,6 @@ def whole(layer, params, x):
     return jax.jit(lambda p, x: layer.apply(p, {}, x, train=False)[0])(params, x)
 
 
-@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_decoding_in_parts_matches_the_whole_sequence(name):
     layer = attention(WIDTH, HEADS, causal=True, **CAUSAL[name])
@@ -146,17 +140,14 @@ def test_decoding_in_parts_matches_the_whole_sequence(name):
         chex.assert_trees_all_equal_shapes_and_dtypes(cache, empty)
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("window", [None, 150])
-def test_long_cache_is_read_in_chunks(window):
-    layer = attention(WIDTH, HEADS, groups=2, causal=True, window=window, rotary=100.0)
+def test_long_cache_is_read_in_chunks():
+    layer = attention(WIDTH, HEADS, groups=2, causal=True, window=150, rotary=100.0)
     params, _ = initial(layer)
     x = inputs(t=333)
     ((y, _),) = extended(layer, params, x, [[200, 130, 1, 1, 1]], 340)
     chex.assert_trees_all_close(y, whole(layer, params, x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_bfloat16_cache_keeps_its_dtype():
     layer = attention(WIDTH, HEADS, causal=True, window=4, rotary=100.0)
     params, _ = initial(layer)
@@ -165,16 +156,6 @@ def test_bfloat16_cache_keeps_its_dtype():
     assert y.dtype == cache["key"].dtype == cache["value"].dtype == jnp.bfloat16
     at_once = whole(layer, params, x)
     chex.assert_trees_all_close(y.astype(np.float32), at_once.astype(np.float32), atol=3e-2)
-
-
-@pytest.mark.slow
-def test_nan_in_the_cache_propagates():
-    layer = attention(WIDTH, HEADS, causal=True, window=4)
-    params, _ = initial(layer)
-    x = inputs().at[:, 2].set(jnp.nan)
-    ((parts, _),) = extended(layer, params, x, [[1] * T], T)
-    for y in (whole(layer, params, x), parts):
-        assert bool(jnp.isnan(y[:, 2:6]).all())
 
 
 def generation(layer, length, steps):
@@ -195,7 +176,6 @@ def generation(layer, length, steps):
     return peak(compiled), sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache))
 
 
-@pytest.mark.slow
 def test_decoding_updates_the_cache_in_place():
     layer = attention(WIDTH, HEADS, groups=2, causal=True, rotary=100.0)
     memory, cache = generation(layer, 4096, 16)
@@ -204,7 +184,6 @@ def test_decoding_updates_the_cache_in_place():
     assert memory.temporaries <= 1.1 * generation(layer, 2048, 16)[0].temporaries
 
 
-@pytest.mark.slow
 def test_cache_of_a_window_does_not_grow_with_the_length():
     layer = attention(WIDTH, HEADS, causal=True, window=512)
     (short, slots), (long, same) = (generation(layer, length, 16) for length in (2048, 65536))
@@ -229,7 +208,6 @@ def scans(jaxpr):
     return str(jaxpr).count("= scan[")
 
 
-@pytest.mark.slow
 def test_recompute_does_not_rematerialize_attention():
     layer = layers.attention(8, 2, causal=True)
     params, _ = layer.init(jax.random.key(0))
@@ -273,10 +251,8 @@ def test_rejects_invalid_inputs():
         layer.apply(params, {}, inputs(), train=True, mask=jnp.ones((B, T - 1), bool))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 4])
-def test_decoding_inside_shard_map_matches_one_device(window):
-    layer = attention(WIDTH, HEADS, causal=True, window=window, rotary=100.0)
+def test_decoding_inside_shard_map_matches_one_device():
+    layer = attention(WIDTH, HEADS, causal=True, window=4, rotary=100.0)
     params, _ = initial(layer)
     types = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((2,), ("data",), axis_types=types, devices=jax.devices()[:2])

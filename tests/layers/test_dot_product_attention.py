@@ -18,22 +18,12 @@ from fnet.memory.plan import estimate_cost
 B, T, S, H, D = 2, 11, 7, 4, 8
 
 CASES = {
-    "plain": {},
-    "causal": {"causal": True},
-    "multi-query": {"heads": 1, "causal": True},
-    "longer keys, causal": {"keys": 17, "causal": True},
     "shorter keys, causal": {"keys": 5, "causal": True},
-    "mask of all": {"mask": (B, H, T, T)},
-    "mask of queries, causal": {"mask": (1, H, T, 1), "causal": True},
     "mask of heads, grouped": {"mask": (1, H, T, T), "heads": 2, "causal": True},
     "mask of keys, grouped": {"mask": (B, 1, 1, 6), "heads": 2, "keys": 6},
     "scale": {"scale": 0.3},
-    "window": {"window": 3},
-    "window, causal": {"window": 2, "causal": True},
-    "window of one, grouped": {"window": 1, "causal": True, "heads": 2},
     "window, longer keys": {"window": 3, "keys": 17, "causal": True, "heads": 1},
     "window, mask of all": {"window": 4, "mask": (B, H, T, T), "causal": True},
-    "window longer than all": {"window": 20, "causal": True},
 }
 
 
@@ -93,7 +83,6 @@ def assert_equal(ours, theirs, arrays, tolerance):
     chex.assert_trees_all_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", CASES)
 def test_attention_matches_a_plain_softmax_in_float64(name, float64):
     arrays, kwargs = case(name, np.float64)
@@ -301,10 +290,8 @@ def test_shard_map_over_the_batch_matches_one_device():
     chex.assert_trees_all_close(jax.device_get(got), jax.jit(f)(*arrays), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_sharding_over_batch_and_heads_is_preserved(axis_type):
-    mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(axis_type,) * 2)
+def test_sharding_over_batch_and_heads_is_preserved():
+    mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(AxisType.Explicit,) * 2)
     sharding = NamedSharding(mesh, PartitionSpec("data", None, "heads"))
     x = jax.ShapeDtypeStruct((B, T, H, D), jnp.float32, sharding=sharding)
     mask = mask_of((1, 1, T, T))
@@ -339,8 +326,7 @@ def test_rejects_invalid_arguments():
             dot_product_attention(**{"q": Q, "k": K, "v": V} | change)
 
 
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("options", [{"chunk": 2, "causal": True}, {}, {"window": 3}])
+@pytest.mark.parametrize("options", [{"chunk": 2, "causal": True}, {"window": 3}])
 def test_sinks_take_part_in_the_softmax(options):
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v = (

@@ -61,15 +61,11 @@ def assert_folded_equals_unfolded(make, x, *, bias, activation="leaky_relu", **o
     assert_close_to_the_largest(*folded_and_unfolded(x))
 
 
-@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("options", "bias"),
     [
-        ({"window": 3}, True),
-        ({"window": 3, "stride": 2}, False),
         ({"window": (3, 1), "groups": 2}, True),
         ({"window": 3, "groups": 4, "stride": 2}, False),
-        ({"window": 2, "dilation": 2, "padding": "VALID"}, True),
     ],
 )
 def test_folded_convolution_equals_convolution_and_norm(options, bias):
@@ -79,10 +75,7 @@ def test_folded_convolution_equals_convolution_and_norm(options, bias):
     )
 
 
-@pytest.mark.sweep(9)
-@pytest.mark.parametrize(
-    ("activation", "bias"), [("identity", True), ("elu", False), ("relu", True), ("gelu", False)]
-)
+@pytest.mark.parametrize(("activation", "bias"), [("identity", True), ("gelu", False)])
 def test_folded_dense_layer_equals_dense_layer_and_norm(activation, bias):
     x = jax.random.normal(jax.random.key(5), (16, 5))
     assert_folded_equals_unfolded(

@@ -171,19 +171,14 @@ def test_rejects_integer_inputs():
             call()
 
 
-@pytest.mark.sweep(9)
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [
         (layers.avg_pool(2), (4, 4, 4, 2)),
-        (layers.causal_conv(4), (4, 5, 4)),
-        pytest.param(layers.mamba(4, state=3), (4, 5, 4), marks=pytest.mark.slow),
         (layers.mamba2(4, state=3, head=2, groups=2, chunk=3), (4, 5, 4)),
-        (layers.gated_delta_net(4, heads=2, head_dim=3, groups=1, chunk=3), (4, 5, 4)),
         (layers.rg_lru(4, heads=2), (4, 5, 4)),
-        (layers.short_conv(4), (4, 5, 4)),
     ],
-    ids=["avg_pool", "causal_conv", "mamba", "mamba2", "delta", "rg_lru", "short_conv"],
+    ids=["avg_pool", "mamba2", "rg_lru"],
 )
 def test_explicit_sharding_over_examples_is_kept(layer, shape):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))

@@ -105,9 +105,8 @@ def test_padding_at_the_end_does_not_change_real_tokens(name):
     chex.assert_trees_all_close(y[1, :3], real[1, :3], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.sweep(5)
-@pytest.mark.parametrize("name", ["mamba", "rg_lru"])
-def test_vmap_over_layers_matches_each_layer(name):
+def test_vmap_over_layers_matches_each_layer():
+    name = "mamba"
     params, x = initial(name), inputs()
     both = jax.tree.map(lambda a: jnp.stack([a, 0.9 * a]), params)
     together = jax.jit(jax.vmap(functools.partial(applied, name)))(both, jnp.stack([x, 2 * x]))
@@ -216,7 +215,6 @@ def test_rg_lru_matches_its_formula(float64):
     chex.assert_trees_all_close(applied("rg_lru", params, x), y, rtol=1e-10)
 
 
-@pytest.mark.sweep(5)
 @pytest.mark.parametrize("bias", [-200.0, 200.0])
 def test_rg_lru_gradients_are_finite_for_saturated_gates(bias):
     params = initial("rg_lru")
@@ -226,7 +224,6 @@ def test_rg_lru_gradients_are_finite_for_saturated_gates(bias):
     chex.assert_tree_all_finite(grads)
 
 
-@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", MIXERS)
 def test_rejects_inputs_of_the_wrong_shape(name):
     params = initial(name)

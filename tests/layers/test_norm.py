@@ -99,9 +99,7 @@ def compiled_hessian(f):
     return jax.jit(jax.hessian(lambda x, s, b, dy: ((f(x, s, b) + 1) ** 3 * dy).sum(), (0, 1, 2)))
 
 
-@pytest.mark.sweep(15)
-@pytest.mark.parametrize("scale", [1.0, 1e-3, 0.0, -0.0])
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("norm", "scale"), [("layer", 1e-3), ("rms", 0.0)])
 @pytest.mark.usefixtures("float64")
 def test_hessian_matches_the_formula_for_every_scale(norm, scale):
     x, _, _, dy = inputs((2, 3))
@@ -120,10 +118,8 @@ def test_backward_pass_saves_only_the_output(norm):
     assert saved[0].unsafe_buffer_pointer() == y.unsafe_buffer_pointer()
 
 
-@pytest.mark.sweep(15)
-@pytest.mark.parametrize("scale", [1.0, 1e-3, -1e-6, 1e-12, 1e-25, 1e-31, 0.0, -0.0])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("scale", [1.0, -1e-6, 1e-25, -0.0])
+@pytest.mark.parametrize(("norm", "dtype"), [("layer", jnp.float32), ("rms", jnp.bfloat16)])
 @pytest.mark.usefixtures("float64")
 def test_gradients_without_bias_are_accurate_for_every_scale(norm, dtype, scale):
     ours, formula = pair(norm)
@@ -207,9 +203,7 @@ def test_bias_in_the_next_dense_layer_is_accurate_for_small_scales():
     assert max(relative_errors(gradients(in_place, x, scale, bias, dy), exact)) > 1e-3
 
 
-@pytest.mark.sweep(9)
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize(("norm", "dtype"), [("layer", jnp.bfloat16), ("rms", jnp.float16)])
 @pytest.mark.usefixtures("float64")
 def test_16_bit_gradients_are_close_to_the_formula_that_saves_x(norm, dtype):
     # The formula computes in float32 from the x that was given: nothing is more accurate.
@@ -237,9 +231,7 @@ def test_float64_inputs_are_computed_in_float64():
     chex.assert_type(narrow, [jnp.float64, jnp.float32, jnp.float32])
 
 
-@pytest.mark.sweep(9)
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize(("norm", "check_vma"), [("layer", True), ("rms", False)])
 def test_parameter_gradients_are_summed_over_devices(norm, check_vma):
     ours, _ = pair(norm)
     x, scale, bias, _ = inputs((8, 6), dtype=jnp.float32)

@@ -34,8 +34,7 @@ def max_pool(window, stride, padding):
     return lambda x: pooled(layers.max_pool(window, stride=stride, padding=padding), x)
 
 
-@pytest.mark.sweep(9)
-@PATCHES
+@pytest.mark.parametrize(("window", "stride", "padding"), [(2, 2, 0), (3, 2, 1)])
 def test_max_pool_derivatives_match_windowed_reductions(window, stride, padding):
     ours, theirs = (make(window, stride, padding) for make in (max_pool, reduction))
     x, dx = jax.random.normal(jax.random.key(0), (2, 2, 7, 6, 3))

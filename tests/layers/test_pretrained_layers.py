@@ -28,10 +28,9 @@ def naive_attention(q, k, v, *, causal, window, segments, scale, soft_cap):
     return np.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), v)
 
 
-@pytest.mark.sweep(9)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("soft_cap", [None, 0.7])
+@pytest.mark.parametrize(
+    ("causal", "window", "soft_cap"), [(True, None, 0.7), (True, 3, None), (False, 3, 0.7)]
+)
 def test_soft_cap_and_segments_match_the_definition(causal, window, soft_cap):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 11, 4, 6))
     k, v = k[:, :, :2], v[:, :, :2]
@@ -57,9 +56,7 @@ def test_attention_rejects(options, error, match):
         dot_product_attention(q, q, q, **options)
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("over", ["head", "heads"])
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("over", "window"), [("head", 3), ("heads", None)])
 def test_decoding_matches_the_whole_sequence(over, window):
     layer = layers.attention(
         8, heads=2, groups=1, head_dim=6, causal=True, window=window, bias=False,
@@ -193,7 +190,6 @@ def test_packed_documents_have_the_losses_of_separate_rows():
     assert jnp.abs(logits).max() <= 3.0
 
 
-@pytest.mark.slow
 def test_learned_positions_decode():
     model = small_model(positions=9, tied=False, variant=SCALED._replace(logit_soft_cap=5.0))
     params, _ = model.init(jax.random.key(0))

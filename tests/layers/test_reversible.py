@@ -43,10 +43,8 @@ def value_and_gradients(layer, params, state, x, key=None):
     return compiled(layer)(params, x, state, key)
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("blocks", [1, 4, pytest.param(16, marks=pytest.mark.slow)])
-def test_gradients_equal_those_without_restoration_bit_for_bit(blocks):
-    pairs = [(convolution_block(4), convolution_block(4))] * blocks
+def test_gradients_equal_those_without_restoration_bit_for_bit():
+    pairs = [(convolution_block(4), convolution_block(4))] * 2
     restored, saved = reversible(pairs), reversible(pairs, restore=False)
     params, state = initial(restored)
     x = jax.random.normal(jax.random.key(1), (4, 6, 6, 8))
@@ -135,10 +133,9 @@ def test_evaluation_does_not_update_running_statistics():
     chex.assert_trees_all_equal(after, state)
 
 
-@pytest.mark.slow
 def test_backward_pass_redraws_the_same_dropout_mask():
     dense, dropout = layers.dense(4, 4), layers.dropout(0.5)
-    pairs = [(serial(dense, dropout), serial(dropout, dense))] * 3
+    pairs = [(serial(dense, dropout), serial(dropout, dense))] * 2
     restored, saved = reversible(pairs), reversible(pairs, restore=False)
     params, state = initial(restored)
     x = jax.random.normal(jax.random.key(1), (6, 8))
@@ -165,14 +162,13 @@ def test_each_block_draws_its_own_random_numbers():
     assert float(jnp.abs(second - first).max()) > 0.1
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
-def test_16_bit_inputs_are_restored_exactly(dtype):
-    pairs = [(dense_block(3), dense_block(3))] * 4
+def test_16_bit_inputs_are_restored_exactly():
+    pairs = [(dense_block(3), dense_block(3))] * 2
     restored, saved = reversible(pairs), reversible(pairs, restore=False)
     params, state = initial(restored)
-    x = jax.random.normal(jax.random.key(1), (5, 6), dtype)
+    x = jax.random.normal(jax.random.key(1), (5, 6), jnp.bfloat16)
     y, _ = jax.eval_shape(functools.partial(restored.apply, train=True), params, state, x)
-    assert y.dtype == dtype
+    assert y.dtype == jnp.bfloat16
     chex.assert_trees_all_equal(
         value_and_gradients(restored, params, state, x),
         value_and_gradients(saved, params, state, x),
@@ -183,8 +179,7 @@ def scaled(factor):
     return Layer(lambda key: ({}, {}), lambda p, s, x, *, key=None, train: (factor * x, s))
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf, 2 * LIMIT, -2 * LIMIT])
+@pytest.mark.parametrize("bad", [jnp.nan, -jnp.inf, 2 * LIMIT])
 def test_output_of_an_example_is_nan_if_restoration_is_impossible(bad):
     layer = reversible([(scaled(1.0), scaled(1.0))])
     x = jnp.ones((2, 4)).at[0, 0].set(bad)
@@ -240,8 +235,7 @@ def test_memory_does_not_grow_with_depth():
     assert (saved[1] - saved[0]) / 3 > 0.92
 
 
-@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_gradients_of_sharded_examples_match_one_device(check_vma):
+def test_gradients_of_sharded_examples_match_one_device():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     layer = reversible([(dense_block(2), dense_block(2))] * 2)
     params, _ = initial(layer)
@@ -252,12 +246,9 @@ def test_gradients_of_sharded_examples_match_one_device(check_vma):
         return jnp.sin(layer.apply(params, {}, x, train=True)[0]).sum()
 
     def per_device_gradients(params, x):
-        dparams, dx = jax.grad(loss, argnums=(0, 1))(params, x)
-        return dparams if check_vma else jax.lax.psum(dparams, "data"), dx
+        return jax.grad(loss, argnums=(0, 1))(params, x)
 
-    mapped = functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(replicated, shared), check_vma=check_vma
-    )
+    mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=(replicated, shared))
     whole = mapped(lambda p, x: jax.lax.psum(loss(p, x), "data"), out_specs=replicated)
     inside = mapped(per_device_gradients, out_specs=(replicated, shared))
     expected = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)

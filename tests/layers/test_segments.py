@@ -67,7 +67,6 @@ SCANS = {
 CASES = [("linear", None), ("conv", None)]
 CHUNKED = ("selective", "dual", "delta")
 CASES += [(name, chunk) for name in CHUNKED for chunk in (4, None)]
-CASES += [pytest.param(name, 1, marks=pytest.mark.slow) for name in CHUNKED]
 
 
 def documents(row):
@@ -114,23 +113,6 @@ def test_values_and_gradients_match_a_call_for_each_document(name, chunk, float6
     chex.assert_trees_all_close(got, expected, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.slow
-def test_second_derivatives_match_a_call_for_each_document(float64):
-    given = jax.tree.map(jnp.float64, SELECTIVE)
-
-    def slope(f, given):
-        return sum(jnp.sin(g).sum() for g in jax.tree.leaves(jax.grad(f)(given)))
-
-    def packed(given):
-        return jnp.sin(selective_scan(**given, segments=jnp.asarray(SEGMENTS), chunk=4)[0]).sum()
-
-    def alone(given):
-        return jnp.sin(one_document_at_a_time("selective", given)[0]).sum()
-
-    got, expected = (jax.jit(jax.grad(functools.partial(slope, f)))(given) for f in (packed, alone))
-    chex.assert_trees_all_close(got, expected, rtol=1e-9, atol=1e-10)
-
-
 @pytest.mark.parametrize("name", SCANS)
 def test_one_segment_is_no_segments(name):
     scan, given = SCANS[name]
@@ -173,9 +155,8 @@ def test_layers_match_a_call_for_each_document(name, float64):
     chex.assert_trees_all_close(got, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.slow
 def test_per_example_gradients_of_packed_rows_match_a_loop():
-    layer = MIXERS["mamba"]
+    layer = MIXERS["short_conv"]
     params, _ = layer_cases.initial(layer)
 
     def losses(params, x, segments):

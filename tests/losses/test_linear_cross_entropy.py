@@ -27,7 +27,6 @@ def optax_losses(x, kernel, labels, *, bias):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 
-@pytest.mark.sweep(9)
 @pytest.mark.parametrize(
     ("tokens", "chunk"), [((), 8), ((6,), 1), ((6,), V), ((2, 3), 10), ((2, 1, 3), None)]
 )
