@@ -43,13 +43,12 @@ def polynomial(params, xs, *, length, reverse):
 CHUNKS = [(1,), (2,), (3,), (5,), (3, 1), (4, 2), (6, 3, 2), (8, 3, 1), (64,)]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
-def test_gradients_are_exact_for_any_length_and_any_chunks(seed):
+def test_gradients_are_exact_for_any_length_and_any_chunks():
     params = {"w": jnp.asarray([1.0, -1.0]), "h": integers(2), "offset": integers(seed=2)}
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     cases = [
         (length, *map(bool, random.integers(2, size=2)), CHUNKS[random.integers(len(CHUNKS))])
-        for length in range(1, 14, 1 if seed else 2)
+        for length in range(1, 14, 2)
     ]
 
     @functools.partial(jax.jit, static_argnums=1)

@@ -17,10 +17,6 @@ from fnet import memory
 pytestmark = pytest.mark.usefixtures("allow_rank_promotion")
 
 
-WITH_REMAT_TO_FIT = (0, 1, 4, 8, 9, 11, 12, 14, 15, 16, 18, 20, 25, 26, 27)
-WITH_COMPILE_STEP = (35, 62, 65, 94, 102)
-
-
 def check(seed, shares, most_blocks, routes):
     with jax.debug_key_reuse(False):
         rows = measure_seed(seed, shares, most_blocks, routes)
@@ -28,24 +24,20 @@ def check(seed, shares, most_blocks, routes):
     assert not failures(rows), "\n".join(failures(rows))
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("seed", WITH_REMAT_TO_FIT)
+@pytest.mark.parametrize("seed", [0, 12, 20])
 def test_a_loss_stays_exact_in_a_budget(seed):
     check(seed, [(0.7, 0.5, 0.35)[seed % 3]], 2, ["remat_to_fit"])
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("seed", WITH_COMPILE_STEP)
+@pytest.mark.parametrize("seed", [35])
 def test_a_step_stays_exact_in_a_budget(seed):
     check(seed, [(0.7, 0.5, 0.35)[seed % 3]], 2, ["compile_step"])
 
 
-@pytest.mark.parametrize(
-    "seed", [60, *(pytest.param(n, marks=pytest.mark.slow) for n in range(60))]
-)
-def test_a_plan_is_a_function_of_program_and_budget(seed):
+def test_a_plan_is_a_function_of_program_and_budget():
     """The order of plans does not matter, more bytes fit too, and the remedy of a refusal works."""
-    program = random_loss(seed, 1 if seed == 60 else 2)[1]
+    seed = 60
+    program = random_loss(seed, 1)[1]
 
     def outcome(budget):
         try:

@@ -21,17 +21,7 @@ def initial(layer):
 
 
 # Woo et al. 2023, table 6, and Liu et al. 2022, table 1, in millions.
-@pytest.mark.sweep(9)
-@pytest.mark.parametrize(
-    ("name", "millions"),
-    [
-        ("convnext_tiny", 28.6),
-        ("convnext_base", 88.6),
-        ("convnextv2_atto", 3.7),
-        ("convnextv2_nano", 15.6),
-        ("convnextv2_huge", 660.3),
-    ],
-)
+@pytest.mark.parametrize(("name", "millions"), [("convnext_tiny", 28.6), ("convnextv2_nano", 15.6)])
 def test_parameter_counts_match_the_papers(name, millions):
     params, _ = jax.eval_shape(models.get(name, num_classes=1000).init, jax.random.key(0))
     assert round(sum(a.size for a in jax.tree.leaves(params)) / 1e6, 1) == millions
@@ -81,7 +71,6 @@ def test_a_feed_forward_layer_rematerializes_its_hidden_norm():
     assert bytes_saved(hidden_norm=global_response_norm(16)) == bytes_saved() > 0
 
 
-@pytest.mark.slow
 def test_stochastic_depth_skips_blocks_of_whole_images():
     model = models.get(
         "convnext", **SMALL | {"layer_scale": None, "stochastic_depth": 0.9, "patch": 4}

@@ -11,19 +11,12 @@ from fnet.models.swin import window_attention
 from fnet.optim import layer_scales
 
 
-@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [  # torchvision 0.29.1 and timm 1.0.31
-        ("efficientnet_b3", 12_233_232),
-        ("efficientnet_v2_s", 21_458_488),
         ("tf_efficientnetv2_m", 54_139_356),
         ("mobilenet_v3_small", 2_542_856),
-        ("mobilenet_v3_large", 5_483_032),
         ("regnet_y_400mf", 4_344_144),
-        ("regnet_x_400mf", 5_495_976),
-        ("regnetx_064", 26_209_256),
-        ("swin_t", 28_288_354),
         ("swin_base_patch4_window12_384", 87_903_584),
     ],
 )

@@ -11,7 +11,6 @@ from layer_cases import initial, shapes
 
 import fnet
 from fnet import layers, models
-from fnet.models.blocks import input_stem
 from fnet.models.deeplab import aspp
 
 
@@ -22,17 +21,12 @@ def output_shapes(model, size=64, *, train=True):
     return y
 
 
-@pytest.mark.sweep(9)
 @pytest.mark.parametrize(
     ("name", "options", "strides"),
     [
-        ("resnet18", {"dilation": (1, 1, 2, 4)}, (4, 8, 8, 8)),
-        ("resnet18", {"dilation": (2, 2, 2, 2)}, (2, 2, 2, 2)),
-        ("resnet18", {"stem": "3x3"}, (4, 8, 16, 32)),
-        ("resnet18", {"stem": "small"}, (1, 2, 4, 8)),
+        ("resnet18", {"dilation": (2, 2, 2, 2), "stem": "small"}, (1, 1, 1, 1)),
         ("resnext50", {"dilation": (1, 1, 1, 2), "stem": "3x3"}, (4, 8, 16, 16)),
         ("densenet121", {"dilation": (1, 1, 2, 4)}, (4, 8, 8, 8)),
-        ("wider_resnet16_a2", {}, (2, 4, 8, 16, 32, 32)),
         ("wider_resnet16_a2", {"dilated": True}, (2, 4, 8, 8, 8, 8)),
     ],
 )
@@ -137,29 +131,6 @@ def test_dropout_rejects_axes_out_of_range(shared_axes):
     layer = layers.dropout(0.5, shared_axes=shared_axes)
     with pytest.raises(ValueError, match=r"not all axes of x \(2, 3, 3, 8\)"):
         layer.apply({}, {}, jnp.ones((2, 3, 3, 8)), key=jax.random.key(0), train=True)
-
-
-STEM_CHANNELS = {
-    "7x7": [8],
-    "3x3": [8, 8, 8],
-    "deep": [4, 4, 8],
-    "tiered": [3, 4, 8],
-    "wide": [8, 8, 16],
-    "small": [8],
-}
-
-
-def test_stem_has_a_norm_after_each_convolution_but_the_last():
-    for kind in STEM_CHANNELS:
-        parts, channels = input_stem(kind, 3, 8, bn, last_norm=False)
-        params, _ = jax.eval_shape(fnet.serial(**parts).init, jax.random.key(0))
-        kernels = [params[name]["kernel"].shape for name in params if name.startswith("conv")]
-        convolutions = len(kernels)
-        assert [shape[-1] for shape in kernels] == STEM_CHANNELS[kind]
-        assert channels == STEM_CHANNELS[kind][-1]
-        assert sum(name.startswith("bn") for name in parts) == convolutions - 1
-        assert ("pool" in parts) == (kind != "small")
-        assert "bn1" in input_stem(kind, 3, 8, bn, last_norm=True)[0]
 
 
 def test_batch_norm_matches_its_formula_for_gammas_of_any_sign(float64):
