@@ -52,12 +52,7 @@ def residual_bytes(run):
     return sum(r.added for r in residuals)
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "kind", ["images", pytest.param("denoiser", marks=SLOW), pytest.param("text", marks=SLOW)]
-)
+@pytest.mark.parametrize("kind", ["images", "denoiser", "text"])
 def test_only_activations_are_bfloat16(kind, text):
     config = {
         "images": IMAGES,
@@ -70,13 +65,11 @@ def test_only_activations_are_bfloat16(kind, text):
     chex.assert_trees_all_equal_shapes_and_dtypes(narrow.state_shapes, wide.state_shapes)
 
     batch = next(wide.training_batches(0))
-    after = {}
-    for name, run in (("wide", wide), ("narrow", narrow)):
-        state, metrics = run.step(run.init(jax.random.key(0)), batch)
-        after[name] = state, metrics
-    chex.assert_trees_all_equal_dtypes(*after.values())
-    losses = {name: float(metrics["loss"]) for name, (_, metrics) in after.items()}
-    assert losses["narrow"] == pytest.approx(losses["wide"], rel=0.02)
+    after = [jax.eval_shape(run.step, run.state_shapes, batch) for run in (wide, narrow)]
+    chex.assert_trees_all_equal_dtypes(*after)
+    if kind == "images":
+        losses = [run.step(run.init(jax.random.key(0)), batch)[1]["loss"] for run in (wide, narrow)]
+        assert float(losses[1]) == pytest.approx(float(losses[0]), rel=0.02)
 
     step = jax.make_jaxpr(narrow.step)(narrow.state_shapes, batch)
     products = [
@@ -130,7 +123,6 @@ MODULATED = {
 }
 
 
-@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", MODULATED)
 def test_gradients_of_modulations_are_summed_in_float32(name):
     model, shape, conditions = MODULATED[name]
@@ -155,7 +147,7 @@ def test_residuals_take_half_the_bytes():
     assert narrow < 0.52 * wide
 
 
-@SLOW
+@pytest.mark.slow
 def test_bfloat16_run_ends_near_float32_and_is_evaluated(workplace, finished_run):
     fnet_command("train", "tiny.py", "--out", "run", "--train.precision", "bfloat16")
     fnet_command("eval", "run")

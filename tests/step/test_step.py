@@ -102,19 +102,16 @@ def unit_vectors(params, state, batch, key):
     return losses, fnet.Aux(state, {"length": jnp.linalg.norm(z, axis=-1)})
 
 
-@pytest.mark.sweep(4)
-@pytest.mark.parametrize("value", [0.0, jnp.nan, jnp.inf])
 @pytest.mark.parametrize(
-    "mode",
+    ("mode", "value"),
     [
-        autodiff.mean,
-        autodiff.microbatches(2),
-        autodiff.per_example(),
-        autodiff.clipped(1e6),
-        autodiff.clipped(1e6, automatic=1e-9, microbatches=2),
-        autodiff.clipped(1e6, per_layer=True),
+        (autodiff.mean, 0.0),
+        (autodiff.microbatches(2), jnp.nan),
+        (autodiff.per_example(), jnp.inf),
+        (autodiff.clipped(1e6, automatic=1e-9, microbatches=2), 0.0),
+        (autodiff.clipped(1e6, per_layer=True), jnp.nan),
     ],
-    ids=["mean", "microbatches", "per_example", "clipped", "automatic", "per_layer"],
+    ids=["mean", "microbatches", "per_example", "automatic", "per_layer"],
 )
 def test_padding_whose_derivative_is_nan_changes_nothing(mode, value):
     params = {"w": jnp.arange(6.0).reshape(3, 2)}
@@ -260,20 +257,16 @@ def test_an_ema_decay_out_of_range_is_refused(decay):
         fnet.make_step(loss_of(classifier()), optax.sgd(0.1), ema_decay=decay)
 
 
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize(
-    ("optimizer", "ema_decay"), [("adamw", 0.99), ("sgd", None), ("lion", 0.99)]
-)
-def test_the_whole_state_of_a_recipe_is_renewed_in_place(optimizer, ema_decay):
+def test_the_whole_state_of_a_recipe_is_renewed_in_place():
     model = models.get(
         "preact_resnet", num_classes=3, in_channels=1, widths=(4,), blocks_per_stage=1
     )
-    rule = fnet.optim.make_optimizer(optimizer, 0.1, weight_decay=1e-4, clip_norm=1.0)
+    rule = fnet.optim.make_optimizer("adamw", 0.1, weight_decay=1e-4, clip_norm=1.0)
     state = jax.eval_shape(
-        functools.partial(fnet.TrainState.create, model, rule, ema=ema_decay is not None),
+        functools.partial(fnet.TrainState.create, model, rule, ema=True),
         jax.random.key(0),
     )
-    step = fnet.make_step(loss_of(model), rule, ema_decay=ema_decay)
+    step = fnet.make_step(loss_of(model), rule, ema_decay=0.99)
     report = fnet.compile_step(step, state, batch_of(6)).report
     assert report.donation.aliased_bytes == report.state_bytes == tree_bytes(state)
     assert report.donation.leaves == len(jax.tree.leaves(state))
