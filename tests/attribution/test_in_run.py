@@ -71,13 +71,11 @@ def explicit(params, validation, batch, weights, order):
     return RATE * weights * (grads @ direction)
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("order", [1, 2])
-def test_scores_of_a_step_match_explicit_gradients(order):
-    mode, params, validation, batch = setup(second_order=order == 2)
+def test_scores_of_a_step_match_explicit_gradients():
+    mode, params, validation, batch = setup(second_order=True)
     state, metrics = run(mode, params, batch)
     weights = jnp.full(6, 1 / 6)
-    expected = explicit(params, validation, batch, weights, order)
+    expected = explicit(params, validation, batch, weights, 2)
     chex.assert_trees_all_close(state.opt_state.scores[batch["row"]], expected, rtol=1e-4)
     others = np.setdiff1d(np.arange(TRAIN), batch["row"])
     assert not state.opt_state.scores[others].any()

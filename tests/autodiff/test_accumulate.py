@@ -30,6 +30,7 @@ def mlp_loss(params, state, batch, key):
 
 
 whole_batch = jax.jit(mean(mlp_loss))
+in_four_parts = jax.jit(accumulate_grad(mlp_loss, 4))
 
 
 def mlp_params():
@@ -51,14 +52,12 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.sweep(9)
 @pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
 def test_gradient_and_metrics_equal_the_whole_batch(weight):
     batch = mlp_batch() | ({} if weight is None else {"weight": jnp.asarray(weight, jnp.float32)})
     params = mlp_params()
     expected, _, metrics = whole_batch(params, {}, batch, None)
-    gradient = jax.jit(accumulate_grad(mlp_loss, 4))
-    got, _, got_metrics = gradient(params, {}, batch, None)
+    got, _, got_metrics = in_four_parts(params, {}, batch, None)
     chex.assert_trees_all_close(got, expected, atol=1e-6)
     chex.assert_trees_all_close(got_metrics, metrics, atol=1e-6)
     chex.assert_trees_all_equal_shapes_and_dtypes((got, got_metrics), (expected, metrics))
@@ -68,7 +67,6 @@ def test_gradient_and_metrics_equal_the_whole_batch(weight):
         )
 
 
-@pytest.mark.sweep(6)
 def test_accumulates_every_use_of_a_parameter():
     def loss(params, state, batch, key):
         w, x = params["w"], batch["x"]
@@ -134,7 +132,7 @@ def test_one_microbatch_is_mean():
 def test_accumulator_has_the_dtype_of_the_parameters():
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), mlp_params())
     batch = jax.tree.map(lambda x: x.astype(jnp.bfloat16), mlp_batch())
-    got, _, metrics = jax.jit(accumulate_grad(mlp_loss, 4))(params, {}, batch, None)
+    got, _, metrics = in_four_parts(params, {}, batch, None)
     expected, _, expected_metrics = whole_batch(params, {}, batch, None)
     chex.assert_trees_all_equal_dtypes((got, metrics), (expected, expected_metrics))
     chex.assert_trees_all_close(got, expected, rtol=0.05, atol=0.05)
@@ -162,12 +160,10 @@ def compiled_step(optimizer, mode, *, scanned, batch=64, width=128):
     return fnet.compile_step(step, state, batch).report, tree_bytes(state.params)
 
 
-@pytest.mark.sweep(12)
-@pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize(
-    ("optimizer", "copies"),
+    ("optimizer", "copies", "scanned"),
     # Parameters, one or two moments, and the accumulator.
-    [(optax.sgd(0.1, momentum=0.9), 3), (optax.adam(1e-3), 4)],
+    [(optax.sgd(0.1, momentum=0.9), 3, False), (optax.adam(1e-3), 4, True)],
     ids=["momentum", "adam"],
 )
 def test_peak_is_state_and_accumulator(optimizer, copies, scanned):
@@ -197,7 +193,6 @@ def test_sharded_batch_gives_the_same_gradient_and_moves_no_example(axis_type):
         assert moving not in program
 
 
-@pytest.mark.sweep(9)
 @pytest.mark.parametrize("per_device", [False, True])
 def test_gradients_inside_shard_map_are_summed_as_by_jax_grad(per_device):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

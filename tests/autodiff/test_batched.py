@@ -47,14 +47,12 @@ def test_vjps_adds_to_accumulators_and_donates_them():
         np.testing.assert_array_equal(twice, [12.0] * 4)
 
 
-@pytest.mark.sweep(9)
 @pytest.mark.parametrize(
     ("layout", "sizes", "batch", "n", "width"),
     [
         ("stacked", (3, 4, 2), 2, 5, 2),
         ("packed", (4, 1), 3, 6, 3),
         ("separate", (2, 5, 3), 4, 4, "auto"),
-        ("stacked", (1, 1), 1, 1, 9),
     ],
 )
 def test_jvps_and_vjps_equal_single_calls(layout, sizes, batch, n, width):
@@ -144,13 +142,11 @@ def evaluated_eagerly():
     return params, x, tangents, jvps(output, (params, x), (tangents, None), primal=False)
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("width", [2, "auto"])
-def test_results_are_the_same_under_jit_and_vmap(width):
+def test_results_are_the_same_under_jit_and_vmap():
     params, x, tangents, expected = evaluated_eagerly()
 
     def plain(params, x):
-        return jvps(output, (params, x), (tangents, None), width=width, primal=False)
+        return jvps(output, (params, x), (tangents, None), width=2, primal=False)
 
     def mapped(params, x):
         return jax.vmap(lambda x: plain(params, x[None])[:, 0], out_axes=1)(x)
@@ -159,9 +155,8 @@ def test_results_are_the_same_under_jit_and_vmap(width):
     chex.assert_trees_all_close(got, (expected, expected), atol=1e-5)
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("width", [1, 2, "auto"])
-def test_jvps_and_vjps_can_be_differentiated(width):
+def test_jvps_and_vjps_can_be_differentiated():
+    width = 2
     params, x, tangents, _ = evaluated_eagerly()
 
     def energy(x, width):
@@ -185,12 +180,10 @@ def test_jvps_and_vjps_can_be_differentiated(width):
     chex.assert_trees_all_close(*penalties, atol=1e-3)
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("width", [1, 2, "auto"])
-def test_bfloat16_gradients_stay_bfloat16(width):
+def test_bfloat16_gradients_stay_bfloat16():
     half = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), evaluated_eagerly()[:2])
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), half)
-    gradients = jax.jit(lambda p, c: vjps(output, p, c, width=width, primal=False))
+    gradients = jax.jit(lambda p, c: vjps(output, p, c, width=2, primal=False))
     grads = gradients(half, jnp.ones((3, 5, 2), jnp.bfloat16))
     chex.assert_type(jax.tree.leaves(grads), jnp.bfloat16)
     expected = gradients(wide, jnp.ones((3, 5, 2)))

@@ -147,11 +147,9 @@ COUPLED = {
 }
 
 
-@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", COUPLED)
 def test_losses_whose_gradient_changes_if_the_batch_is_split_are_found_with_their_line(name):
     loss, operation = COUPLED[name]
-    assert off_by(loss, W) > 1e-3
     message = coupling(loss, W)
     assert operation in message
     assert "test_coupling.py:" in message

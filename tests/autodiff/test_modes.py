@@ -33,10 +33,13 @@ def gradient(mode, batch):
     return jax.jit(mode(model_loss))(params, state, batch, jax.random.key(2))
 
 
-@pytest.mark.sweep(4)
-@pytest.mark.parametrize("weight", [[0, 0, 1, 0, 0, 0], None, [1, 0, 1, 1, 0, 1]])
 @pytest.mark.parametrize(
-    "mode", [autodiff.per_example(), autodiff.clipped(1e6), autodiff.clipped(float("inf"))]
+    ("mode", "weight"),
+    [
+        (autodiff.per_example(), [1, 0, 1, 1, 0, 1]),
+        (autodiff.clipped(1e6), [0, 0, 1, 0, 0, 0]),
+        (autodiff.clipped(float("inf")), None),
+    ],
 )
 def test_modes_give_the_mean_gradient_without_a_bound(mode, weight):
     grads, _, metrics = gradient(mode, batch(weight))
@@ -129,7 +132,6 @@ def averages(params, state, batch, key):
     return (params * batch["x"]).sum(-1), fnet.Aux({"mean": mean}, {})
 
 
-@pytest.mark.sweep(6)
 @pytest.mark.parametrize("parts", [1, 3])
 def test_rejects_noise_if_the_state_depends_on_examples(parts):
     state, x = {"mean": jnp.zeros(2)}, {"x": jnp.ones((B, 2))}
@@ -179,14 +181,12 @@ def test_state_that_does_not_depend_on_examples_is_updated_with_noise():
         assert run()["n"] == 4
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_state_that_depends_on_the_batch_is_averaged(microbatches):
+def test_state_that_depends_on_the_batch_is_averaged():
     def loss(params, state, batch, key):
         mean = fnet.Aux({"mean": batch["x"].mean(0)}, {})
         return (params * batch["x"]).sum(-1), mean
 
-    run = jax.jit(autodiff.clipped(1.0, microbatches=microbatches)(loss))
+    run = jax.jit(autodiff.clipped(1.0, microbatches=3)(loss))
     x = jnp.arange(float(B)).reshape(B, 1)
     _, new_state, _ = run(jnp.ones(1), {"mean": jnp.zeros(1)}, {"x": x}, jax.random.key(0))
     chex.assert_trees_all_close(new_state, {"mean": x.mean(0)})
@@ -247,9 +247,8 @@ def test_rejects_invalid_arguments():
             autodiff.clipped(**arguments)
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("options", [{"per_layer": True}, {"automatic": 0.5}], ids=str)
-def test_mode_clips_like_clipped_grad(options):
+def test_mode_clips_like_clipped_grad():
+    options = {"per_layer": True, "automatic": 0.5}
     grads, _, _ = gradient(autodiff.clipped(0.05, **options), batch())
     plain, _, _ = gradient(autodiff.clipped(0.05), batch())
     params, state = MODEL.init(jax.random.key(1))
@@ -264,10 +263,7 @@ def test_mode_clips_like_clipped_grad(options):
     assert max(float(jnp.abs(a - b).max()) for a, b in pairs) > 1e-4
 
 
-@pytest.mark.sweep(9)
-@pytest.mark.parametrize(
-    "mode", [autodiff.mean, autodiff.microbatches(2), autodiff.per_example(), autodiff.clipped(1.0)]
-)
+@pytest.mark.parametrize("mode", [autodiff.microbatches(2), autodiff.clipped(1.0)])
 def test_a_loss_may_return_plain_losses(mode):
     def with_aux(params, model_state, batch, key):
         return batch["x"] @ params, fnet.Aux(model_state, {})

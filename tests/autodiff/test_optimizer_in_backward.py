@@ -62,8 +62,6 @@ SCHEDULE = fnet.optim.make_schedule("cosine", 1e-2, 20, warmup_steps=2)
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),
     "momentum": optax.sgd(0.1, momentum=0.9),
-    "nesterov": optax.sgd(SCHEDULE, momentum=0.9, nesterov=True),
-    "lion": fnet.optim.make_optimizer("lion", 1e-3, weight_decay=0.1),
     "adam": optax.adam(1e-2),
     "adamw": fnet.optim.make_optimizer("adamw", SCHEDULE, weight_decay=0.1),
     "lion with decay before it": optax.chain(
@@ -82,28 +80,17 @@ OPTIMIZERS = {
 }
 
 
-QUICK = "momentum", "adam", "partly frozen"
-
-
-@pytest.mark.sweep(9)
 @pytest.mark.parametrize(
-    "optimizer",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in OPTIMIZERS],
+    "optimizer", ["momentum", "decay by rank", "centralized within each layer", "partly frozen"]
 )
 def test_five_steps_equal_mean(optimizer):
     fused, plain = assert_equals_mean(SMALL, OPTIMIZERS[optimizer])
-    if optimizer in ("sgd", "momentum"):
+    if optimizer == "momentum":
         chex.assert_trees_all_equal(fused[0].params, plain[0].params)
         chex.assert_trees_all_equal(fused[0].opt_state, plain[0].opt_state)
 
 
-@pytest.mark.slow
-def test_layers_with_statistics_dropout_and_ema_equal_mean():
-    assert_equals_mean(classifier(repeat(full_block(), 2)), OPTIMIZERS["adam"], ema_decay=0.9)
-
-
-@pytest.mark.slow
-def test_checkpointed_layers_equal_mean():
+def test_checkpointed_layers_with_statistics_dropout_and_ema_equal_mean():
     def checkpointed(layer):
         def apply(params, state, x, *, key=None, train):
             run = jax.checkpoint(
@@ -113,9 +100,8 @@ def test_checkpointed_layers_equal_mean():
 
         return Layer(layer.init, apply)
 
-    assert_equals_mean(
-        classifier(repeat(checkpointed(full_block()), 2)), OPTIMIZERS["sgd"], steps=2
-    )
+    model = classifier(repeat(checkpointed(full_block()), 2))
+    assert_equals_mean(model, OPTIMIZERS["adam"], steps=2, ema_decay=0.9)
 
 
 def test_bfloat16_momentum_stays_bfloat16():
@@ -124,7 +110,6 @@ def test_bfloat16_momentum_stays_bfloat16():
     chex.assert_type(state.opt_state[0].mu["blocks"]["dense"]["kernel"], jnp.bfloat16)
 
 
-@pytest.mark.slow
 def test_padding_whose_derivative_is_nan_changes_nothing():
     block = fnet.serial(dense=layers.dense(3, 3), act=layers.activation("tanh"))
     model = fnet.serial(blocks=fnet.repeat(block, 2))
@@ -215,7 +200,6 @@ def test_sharded_parameters_stay_sharded():
     assert kernel.sharding.spec == PartitionSpec(None, None, "data")
 
 
-@pytest.mark.slow
 def test_layers_may_be_trained_in_evaluation_mode():
     """With running statistics and without dropout."""
     model = classifier(repeat(full_block(), 2))
@@ -254,30 +238,21 @@ def wide_step(optimizer, mode, dtype=jnp.float32):
     return (step, state, batch), tree_bytes(state.params)
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize(("optimizer", "copies"), [("sgd", 1), ("adam", 3)])
-def test_peak_is_little_more_than_the_state(optimizer, copies):
-    step, params = wide_step(optimizer, IN_BACKWARD)
+def test_peak_is_little_more_than_the_state():
+    step, params = wide_step("adam", IN_BACKWARD)
     report = fnet.compile_step(*step).report
     # One layer has 1/16 of the parameters.
-    assert report.peak.total <= (copies + 0.15) * params
+    assert report.peak.total <= 3.15 * params
     assert report.donation.aliased_bytes == report.state_bytes
-    step, _ = wide_step(optimizer, mean)
+    step, _ = wide_step("adam", mean)
     plain = fnet.compile_step(*step, compiler_options=report.compiler_options).report
     assert report.peak.total <= plain.peak.total - 0.95 * params
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "copies"),
-    [
-        ("adam", 3),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("sgd", 1), ("lion", 2))),
-    ],
-)
-def test_a_compiler_that_drops_barriers_copies_nothing(optimizer, copies):
-    step, params = wide_step(optimizer, IN_BACKWARD)
+def test_a_compiler_that_drops_barriers_copies_nothing():
+    step, params = wide_step("adam", IN_BACKWARD)
     compiled = fnet.compile_step(*step, compiler_options={}).compiled
-    assert peak(compiled).total <= (copies + 0.15) * params
+    assert peak(compiled).total <= 3.15 * params
 
 
 def test_cast_parameters_are_not_saved():

@@ -71,11 +71,9 @@ def test_padding_is_not_counted_and_nonfinite_gradients_are_above_the_bound():
     assert metrics[0]["nonfinite"] == 1
 
 
-@pytest.mark.sweep(6)
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("noise", [0.0, 1.0])
-def test_clip_stays_float32_with_float64_norms(noise):
-    mode = AdaptiveClipping(1.0, noise_multiplier=noise, count_noise=5.0, expected_batch_size=4)
+def test_clip_stays_float32_with_float64_norms():
+    mode = AdaptiveClipping(1.0, noise_multiplier=1.0, count_noise=5.0, expected_batch_size=4)
     state, _, report = steps(mode, batch_with_norms([0.5, 2.0, 3.0, 4.0]), 2)
     assert state.opt_state.value.dtype == jnp.float32
     assert report.donation.aliased_bytes == report.state_bytes

@@ -28,8 +28,7 @@ RULES = {
 }
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", ["scaled", "masked"])
 def test_weights_quantized_by_a_custom_vjp(name):
     backward, strategy = RULES[name]
     quantize = quantizer(backward)

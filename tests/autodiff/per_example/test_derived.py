@@ -113,12 +113,12 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep(15)
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("per_layer", [False, True])
-def test_matches_a_loop_over_examples(name, per_layer):
+@pytest.mark.parametrize(
+    "name", ["slices by a counter", "normalized in a scan", "weight norm", "complex"]
+)
+def test_matches_a_loop_over_examples(name):
     loss, params, _ = CASES[name]
-    assert_clipped_like_a_loop(Case(loss, params, (X,)), per_layer=per_layer)
+    assert_clipped_like_a_loop(Case(loss, params, (X,)))
 
 
 def test_strategies():
