@@ -881,7 +881,6 @@ def test_computes_losses_that_treat_each_example_alone(name):
     check_bound(COMPUTED[name])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", UNDECIDED)
 def test_never_computes_another_loss(name):
     refusal_of(call_once, UNDECIDED[name]) or refusal_of(check_bound, UNDECIDED[name])
