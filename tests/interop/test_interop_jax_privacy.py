@@ -216,13 +216,14 @@ def test_sums_on_a_grid_are_within_the_bound():
     )
 
 
-def test_sums_in_bfloat16_are_accumulated_in_float32():
+@pytest.mark.parametrize("microbatch_size", [None, 256])
+def test_sums_in_bfloat16_are_accumulated_in_float32(microbatch_size):
     params, x = jnp.zeros(1, jnp.bfloat16), jnp.ones((1024, 1), jnp.bfloat16)
 
     def first(params, x):
         return jnp.sum(x * params[None])
 
-    how = {"l2_clip_norm": 1.004, "microbatch_size": 256}
+    how = {"l2_clip_norm": 1.004, "microbatch_size": microbatch_size}
     total = clipped_grad(first, **how)(params, x[:768])
     assert total.dtype == jnp.float32
     assert total[0] == 768

@@ -130,7 +130,7 @@ def test_stacked_layers_in_a_scan(form, quantized):
     assert_same(config, params, f, normal(2, 8, seed=2), quantized=quantized)
 
 
-@pytest.mark.parametrize(("form", "quantized"), [(LORA, "nf4"), (DORA, None)], ids=str)
+@pytest.mark.parametrize(("form", "quantized"), [(LORA, None), (DORA, "nf4")], ids=str)
 def test_layers_of_a_stack_by_number(form, quantized):
     def f(params, x):
         w = params["blocks"]["kernel"]

@@ -161,7 +161,7 @@ def of_weights_in_parts(program, w, x):
         close(gradient, jax.grad(loss, 1)(whole, x[0]))
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize("user", [of_a_batch, of_an_axis, of_weights_in_parts])
 def test_executed_programs_compute_what_they_computed(user, number):
     user(chain(drawn(number)), *inputs())

@@ -18,7 +18,7 @@ from fnet.memory.apply import trace_inlined
 from fnet.memory.regions import Region, Whole, cut, divide
 
 QUICK = settings(
-    max_examples=2, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=4, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
 N, WIDTH = 128, 32
 cross_entropy = optax.losses.softmax_cross_entropy_with_integer_labels

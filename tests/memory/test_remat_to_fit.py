@@ -324,14 +324,15 @@ def over_devices(of_device, check_vma):
     )  # fmt: skip
 
 
-def test_what_devices_compute_runs_in_chunks():
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_what_devices_compute_runs_in_chunks(check_vma):
     def of_device(params, batch):
         x = batch["x"]
         for w in params:
             x = x + jax.nn.relu(x @ w) * x
         return -jax.nn.log_softmax(x)[:, 0].mean()
 
-    loss = over_devices(of_device, False)
+    loss = over_devices(of_device, check_vma)
     params, batch = [0.1 * jnp.eye(64)] * 4, {"x": jnp.ones((4096, 64))}
     planned, plan = memory.remat_to_fit(loss, "50%", params, batch, optimizer=optax.sgd(0.1))
     assert plan.chosen.policy.chunks > 1

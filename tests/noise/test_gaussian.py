@@ -32,7 +32,8 @@ def test_first_step_has_the_stated_noise(name, dtype):
     step = fnet.make_step(
         lambda p, _, b, __: jnp.abs(b["x"] @ (p["w"] + p["other"])) ** 2, optimizer, mode
     )
-    state, _ = step(state, {"x": jnp.zeros((4, SIZE))})
+    batch = {"x": jnp.zeros((4, SIZE))}
+    state, _ = fnet.compile_step(step, state, batch, compiler_options={})(state, batch)
     shared = jnp.corrcoef(jnp.stack([state.params["w"], state.params["other"]]))[0, 1]
     assert abs(shared) < 5 / SIZE**0.5
     parts = jnp.stack([state.params["w"].real, state.params["w"].imag])[
