@@ -25,6 +25,7 @@ OTHER_BATCH = (
     np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), B))),
 )
 QUICK = settings(max_examples=5, derandomize=True, suppress_health_check=list(HealthCheck))
+THOROUGH = settings(max_examples=500, suppress_health_check=list(HealthCheck))
 
 
 def test_variables_behind_a_stopped_gradient_are_not_active():
@@ -252,3 +253,17 @@ def test_sites_name_the_equations_of_branches_and_loops():
     assert found["sin"].scopes == ("layer",)
     assert found["sin"].path != found["cos"].path
     assert found["tan"].path[:2] == (1, 1)
+
+
+@pytest.mark.slow
+@THOROUGH
+@given(ROWWISE_PROGRAMS)
+def test_many_rowwise_programs(program):
+    check_states(program)
+
+
+@pytest.mark.slow
+@THOROUGH
+@given(ANY_PROGRAMS)
+def test_many_programs_that_may_mix(program):
+    check_all(program)

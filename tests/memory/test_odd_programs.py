@@ -40,6 +40,16 @@ def chain(step):
     return loss
 
 
+def in_scan(step):
+    def loss(params, batch):
+        def body(x, w):
+            return step(block(x, w), batch), None
+
+        return jnp.square(jax.lax.scan(body, batch["x"], jnp.stack(params))[0]).mean()
+
+    return loss
+
+
 def after(effect):
     """Calls a function for its effect alone."""
 
@@ -54,8 +64,21 @@ def times_callback(x, batch, ordered=False):
     return x * io_callback(lambda x: np.float32(2), NUMBER, FIXED(x).mean(), ordered=ordered)
 
 
+def plus_pure(x, batch):
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return x + 0.1 * jax.pure_callback(lambda x: 2 * np.asarray(x), shape, FIXED(x))
+
+
+def spectrum(x, batch):
+    return jnp.abs(jnp.fft.ifft(jnp.fft.fft(x) * (1 + 1j)))
+
+
 def masked(x, batch):
     return x * jax.random.bernoulli(batch["key"], 0.9, x.shape)
+
+
+def switched(x, batch):
+    return jax.lax.cond(batch["t"] > 0, lambda x: jnp.sin(x) + x, jnp.cos, x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
@@ -68,11 +91,21 @@ times.defvjp(
 )
 
 
+def scaled_by_loop(params, batch):
+    start = 0, FIXED(batch["x"]).mean()
+    _, n = jax.lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, 1.1 * c[1] + 1), start)
+    return n * chain(lambda x, _: x)(params, batch)
+
+
 def vmapped_scan(params, batch):
     def one(x):
         return jax.lax.scan(lambda x, w: (block(x, w), None), x, jnp.stack(params))[0].mean()
 
     return jnp.square(jax.vmap(one)(batch["x"])).mean()
+
+
+def mapped(params, batch):
+    return jax.lax.map(lambda x: jnp.square(chain(lambda x, _: x)(params, {"x": x})), X).mean()
 
 
 def with_counts(params, batch):
@@ -88,19 +121,32 @@ def plain(x, batch):
 
 
 CASES = {
+    "debug print": (chain(after(lambda x: jax.debug.print("{}", x.mean()))), {}),
+    "debug callback": (chain(after(lambda x: jax.debug.callback(lambda x: None, x))), {}),
+    "print in a scan": (in_scan(after(lambda x: jax.debug.print("{}", x.mean()))), {}),
     "callback, no result": (
         chain(after(lambda x: io_callback(lambda x: None, None, FIXED(x)))),
         {},
     ),
     "ordered callback": (chain(functools.partial(times_callback, ordered=True)), {}),
+    "callback in a scan": (in_scan(times_callback), {}),
+    "pure callback": (chain(plus_pure), {}),
+    "complex values": (chain(spectrum), {}),
     "complex parameters": (chain(plain), {"params": [w * (1 + 0.5j) for w in weights()]}),
     "integer and empty parameters": (
         with_counts,
         {"params": {"w": weights(), "n": jnp.arange(3), "empty": jnp.zeros((0, 4))}},
     ),
     "a key among parameters": (with_key, {"params": {"w": weights(), "key": KEY}}),
+    "a key in the batch": (chain(masked), {"batch": {"key": KEY}}),
+    "one row": (chain(plain), {"batch": {"x": X[:1]}}),
+    "an empty leaf": (chain(plain), {"batch": {"none": jnp.zeros((ROWS, 0))}}),
     "rule with static arguments": (chain(lambda x, _: times(jnp.tanh, x, 2)), {}),
+    "checkpoints": (chain(jax.checkpoint(lambda x, batch: jnp.sin(x) * x)), {}),
+    "cond": (chain(switched), {"batch": {"t": jnp.float32(1)}}),
     "vmapped scan": (vmapped_scan, {}),
+    "while": (scaled_by_loop, {}),
+    "map": (mapped, {}),
 }
 
 
@@ -146,13 +192,8 @@ def check(loss, params, batch, rtol=1e-5):
     assert_equal(gradient(fitted, params, batch), gradient(loss, params, batch), rtol)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("callback, no result", "ordered callback", "complex parameters"),
-        *("a key among parameters", "rule with static arguments", "vmapped scan"),
-    ],
-)
+@pytest.mark.sweep(7)
+@pytest.mark.parametrize("name", CASES)
 def test_odd_program_fits_with_the_same_gradient_or_is_refused(name):
     loss, given = CASES[name]
     check(loss, *arguments(given))

@@ -90,9 +90,11 @@ def plain_bytes(loss, *args):
     return plan.chosen.peak.total
 
 
-def test_loss_of_a_library_fits_a_budget_with_the_same_gradients():
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("library", ["equinox", "haiku", "linen"])
+def test_loss_of_a_library_fits_a_budget_with_the_same_gradients(library):
     with jax.numpy_rank_promotion("allow"):
-        loss, model, value_and_grad = libraries()["equinox"]
+        loss, model, value_and_grad = libraries()[library]
         budget = int(0.6 * plain_bytes(loss, model, X))
         fitted, plan = memory.remat_to_fit(loss, budget, model, X)
         assert plan.chosen.peak.total <= budget

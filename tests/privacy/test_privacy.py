@@ -16,7 +16,7 @@ import program_cases
 import pytest
 from dp_accounting import TruncatedSubsampledGaussianDpEvent
 from dp_accounting.pld import PLDAccountant
-from program_cases import assert_one_line_error, exit_code, fnet_command, metrics_of
+from program_cases import assert_one_line_error, exit_code, final_state, fnet_command, metrics_of
 from scipy.stats import norm
 
 from fnet.privacy import PoissonSampling, banded_square_root, calibrate_noise_multiplier, epsilon
@@ -150,6 +150,15 @@ def test_epsilon_of_progress_lines_is_a_close_upper_bound(noise, size):
     assert all(a <= b <= 1.005 * a + 0.002 for a, b in zip(exact, spent, strict=True))
     assert spent == sorted(spent)
     assert spent[-1] == exact[-1]
+
+
+@pytest.mark.slow
+def test_a_run_with_correlated_noise_resumes(private):
+    words = "--grad.noise-bands", 4, "--train.steps"
+    fnet_command("train", "private.py", "--out", "whole", *words, 6)
+    fnet_command("train", "private.py", "--out", "parts", *words, 3)
+    fnet_command("train", "parts", "--resume", "--train.steps", 6)
+    chex.assert_trees_all_equal(final_state(private / "whole"), final_state(private / "parts"))
 
 
 def test_noise_of_a_run_is_correlated_and_sampling_is_cyclic(private):

@@ -19,10 +19,11 @@ from fnet.autodiff.examples import examples
 from fnet.autodiff.per_example import parameter_gradients
 from fnet.autodiff.per_example.backward import per_example_gradients
 
-QUICK = 12
+QUICK = 60
 TODAY = 10_000 * datetime.date.today().toordinal()
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("number", range(QUICK))
 def test_views_match_a_loop_over_examples(number, monkeypatch):
     check(TODAY + number, monkeypatch.setattr)
