@@ -1,6 +1,7 @@
 """Helpers to run the program in this process, with a recipe that trains in a second."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 import fnet
 from train import cli
-from train.run.checkpoints import Checkpoints
+from train.run.checkpoints import Checkpoints, without_frozen
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 
@@ -98,3 +99,16 @@ def state_of(arrays, size):
     key, other = jax.random.split(jax.random.key(0))
     params = list(jax.random.normal(key, (arrays, size)))
     return fnet.TrainState(jnp.int32(0), params, {}, (), None, other)
+
+
+def initial_run(path, config, change=lambda params: params):
+    """Write a run with a checkpoint of its initial values, changed or not; return its folder."""
+    folder = RunFolder(Path(path))
+    folder.create()
+    folder.write_config(config)
+    run = setup(config)
+    state = run.compile_init()(jax.random.key(0))
+    state = state.replace(params=change(state.params))
+    with Checkpoints(folder.checkpoints, 1) as checkpoints:
+        checkpoints.save(0, without_frozen(state), {})
+    return folder

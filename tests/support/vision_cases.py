@@ -2,20 +2,17 @@
 
 import shutil
 
-import jax
 import numpy as np
 from PIL import Image
-from program_cases import fnet_command
+from program_cases import fnet_command, initial_run
 
 from fnet import layers
 from fnet.layer import Layer, serial
 from train.config import Config, DeepLab, SegmentationFolder
 from train.config.recipes import load
 from train.data import Outputs
-from train.run.checkpoints import Checkpoints
 from train.run.open_run import write_classes
 from train.run.run_folder import RunFolder
-from train.run.setup import setup
 
 RECIPE = """
 from train.config import Config, DeepLab, Digits, ImageFolder, Optim, PreactResNet
@@ -89,25 +86,14 @@ def small(self, image_shape, num_classes) -> Layer:
     )
 
 
-def save_initial(folder):
-    """Save a checkpoint of initial values for a run that has a config."""
-    run = setup(folder.read_config())
-    with Checkpoints(folder.checkpoints, 1) as checkpoints:
-        checkpoints.save(0, jax.jit(run.init)(jax.random.key(0)), {})
-        checkpoints.wait()
-
-
 def write_shapes_run(root):
     """Write ``runs/shapes`` of the segmentation tutorial with initial values, and some data."""
     write_halves(root / "shapes")
     names = ("ground", "disk", "box", "triangle")
     (root / "shapes" / "classes.txt").write_text("\n".join(names))
     data = SegmentationFolder(path=str(root / "shapes"), ignore=(255,), image_size=96)
-    folder = RunFolder(root / "runs" / "shapes")
-    folder.create()
-    folder.write_config(Config(data=data, model=DeepLab()))
+    folder = initial_run(root / "runs" / "shapes", Config(data=data, model=DeepLab()))
     write_classes(folder, Outputs(names))
-    save_initial(folder)
 
 
 # Fixtures: test modules declare them with pytest.fixture.
@@ -153,12 +139,6 @@ def begun(recipes):
     return make
 
 
-def saved(begun):
+def saved(recipes):
     """``saved(recipe)``: folder of a run with a checkpoint of initial values."""
-
-    def make(recipe):
-        folder = RunFolder(begun(recipe))
-        save_initial(folder)
-        return folder.path
-
-    return make
+    return lambda name: initial_run(recipes / "runs" / name, load(str(recipes / f"{name}.py"))).path

@@ -10,15 +10,24 @@ import numpy as np
 import optax
 import pytest
 from PIL import Image
-from program_cases import TINY, assert_one_line_error, exit_code, final_state, fnet_command
+from program_cases import (
+    TINY,
+    assert_one_line_error,
+    exit_code,
+    final_state,
+    fnet_command,
+    initial_run,
+)
 from rich.console import Console
 from sklearn.datasets import load_digits
 
 from fnet.autodiff import per_example_grad
 from train.arguments import AttributeArguments
 from train.commands.attribute import attribute
-from train.config import Config, ImageFolder
+from train.config import Config, ImageFolder, LanguageModel, Mean, TextFile
+from train.config.recipes import load
 from train.data import Dataset
+from train.errors import UserError
 from train.gradients.attribution import Attribution
 from train.run import attribution, open_run
 from train.run.checkpoints import Checkpoints
@@ -32,19 +41,6 @@ RECORDED = RECORDED.replace("0.05,", '0.05, schedule="constant",')
 RECORDED = RECORDED.replace(
     "train=Train", "grad=Attribution(validation_batch=3),\n        train=Train"
 )
-
-TEXT = """
-from train.config import Config, LanguageModel, Optim, TextFile, Train
-
-def config():
-    return Config(
-        name="text",
-        data=TextFile(path="text.txt", context=8, batch_size=4),
-        model=LanguageModel(mixers=("attention",), blocks=1, width=8, heads=1),
-        optim=Optim(name="adamw", learning_rate=0.01),
-        train=Train(steps=3),
-    )
-"""
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +61,9 @@ def recorded(recipes):
 
 @pytest.fixture(scope="module")
 def trained(recipes):
-    fnet_command("train", recipes / "tiny.py", "--out", recipes / "tiny")
-    return recipes / "tiny"
+    """A run that recorded nothing."""
+    config = load(str(recipes / "recorded.py")).replace(grad=Mean())
+    return initial_run(recipes / "plain", config).path
 
 
 def table(path, place=frozenset({"index"})):
@@ -101,14 +98,6 @@ def test_a_run_records_scores_of_its_training_examples(recorded, capsys):
     assert (recorded / "attribution.csv").read_bytes() == before
     lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("highest loss")]
     assert [line.split()[2] for line in lines] == [row["example"] for row in rows[:2]]
-
-
-@pytest.mark.slow
-def test_scores_go_on_after_a_resume(recorded, recipes):
-    out = recipes / "resumed"
-    fnet_command("train", recipes / "recorded.py", "--train.steps", "4", "--out", out)
-    fnet_command("train", out / "config.json", "--train.steps", "8", "--resume")
-    assert table(out / "attribution.csv") == table(recorded / "attribution.csv")
 
 
 def test_the_report_shows_the_pictures(recorded, capsys):
@@ -173,17 +162,17 @@ def test_images_are_scored_as_they_are_without_mixing(tmp_path, monkeypatch):
     assert (seen["data"].mixup, seen["data"].cutmix) == (0, 0)
 
 
-@pytest.mark.slow
 def test_a_run_without_records_is_scored_for_its_test_loss(trained, monkeypatch, capsys):
-    fnet_command("attribute", trained, "--queries", "20", "--curvature", "100")
+    words = "attribute", trained, "--queries", "20", "--method", "tracin"
+    fnet_command(*words)
     first = table(trained / "attribution.csv")
     assert len(first) == 1437
     out = capsys.readouterr().out
-    assert "scoring 1,437 training examples of step 8 for the mean loss of 20 test" in out
+    assert "scoring 1,437 training examples of step 0 for the mean loss of 20 test" in out
     # A second call reads the blocks, and computes those that are missing.
     blocks = sorted((trained / "attribution" / "test").glob("*.npy"))
     blocks[3].unlink()
-    fnet_command("attribute", trained, "--queries", "20", "--curvature", "100")
+    fnet_command(*words)
     assert table(trained / "attribution.csv") == first
     monkeypatch.setattr(attribution, "augment_rows", None)  # No batch is read any more.
     values = attribution.score_in_blocks(
@@ -206,7 +195,7 @@ def test_a_run_without_records_is_scored_for_its_test_loss(trained, monkeypatch,
         ),
         (("--label", "4"), "--label: is the label of --example; give an image"),
         (("--prompt", "a"), "--prompt: needs --completion, too"),
-        (("--prompt", "a", "--completion", "b"), "preact_resnet, not of text"),
+        (("--prompt", "a", "--completion", "b"), "mlp, not of text"),
     ],
 )
 def test_mistakes_are_one_line(trained, recipes, words, message, monkeypatch, capsys):
@@ -215,24 +204,18 @@ def test_mistakes_are_one_line(trained, recipes, words, message, monkeypatch, ca
     assert_one_line_error(capsys, message)
 
 
-@pytest.mark.slow
-def test_a_completion_is_attributed_to_rows_of_text(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_completion_is_a_query_of_its_tokens(tmp_path):
     (tmp_path / "text.txt").write_text("the cat sat on the mat. a dog ran to the log. " * 20)
-    (tmp_path / "text.py").write_text(TEXT)
-    fnet_command("train", "text.py", "--out", "run")
-    words = ("--prompt", "the ", "--completion", "cat", "--method", "tracin")
-    fnet_command("attribute", "run", *words)
-    rows = table(tmp_path / "run" / "attribution" / "completion.csv", frozenset())
-    losses, params, batch = losses_and_params(tmp_path / "run")
-    query = {"tokens": np.frombuffer(b"the cat", np.uint8)[None].astype(np.int32)}
-    query["loss_mask"] = np.array([[False, False, False, True, True, True]])
-    expected = explicit(losses, params, batch, query)
-    chex.assert_trees_all_close(column(rows, "score"), expected, rtol=1e-3, atol=1e-4)
-    assert exit_code("attribute", "run", "--example", "four.png") == 2
-    assert_one_line_error(capsys, "which predicts no class of an image")
-    assert exit_code("attribute", "run", "--prompt", "a", "--completion", "far too long") == 2
-    assert_one_line_error(capsys, "--completion: has 12 tokens; expected 1 to data.context 8")
+    model = LanguageModel(mixers=("attention",), blocks=1, width=8, heads=1)
+    data = TextFile(path=str(tmp_path / "text.txt"), context=8, batch_size=4)
+    run = setup(Config(data=data, model=model))
+    query = attribution.query_of(run, None, AttributeArguments(prompt="the ", completion="cat"))
+    expected = np.frombuffer(b"the cat", np.uint8)[None]
+    np.testing.assert_array_equal(query.batch["tokens"], expected)
+    assert query.batch["loss_mask"].tolist() == [[False, False, False, True, True, True]]
+    long = AttributeArguments(prompt="a", completion="far too long")
+    with pytest.raises(UserError, match=r"has 12 tokens; expected 1 to data\.context 8"):
+        attribution.query_of(run, None, long)
 
 
 def test_each_step_is_scored_with_a_sixteenth_of_a_batch_from_256_test_examples():

@@ -6,14 +6,19 @@ import jax
 import numpy as np
 import pytest
 from data_cases import error_message
-from program_cases import assert_one_line_error, exit_code, fnet_command, output_of
+from program_cases import (
+    assert_one_line_error,
+    exit_code,
+    fnet_command,
+    initial_run,
+    output_of,
+)
 
-from train.config import ChatFile, LanguageModel, TextFile, recipes
+from train.config import ChatFile, Config, LanguageModel, TextFile
 from train.data.chat import ChatTemplate
 from train.data.tokenizer import load_tokenizer
-from train.run.checkpoints import Checkpoints
+from train.run.checkpoints import load_network
 from train.run.choices import Question, load_questions, score_choices
-from train.run.run_folder import RunFolder
 from train.tasks import language
 
 BYTES = load_tokenizer(ChatFile())
@@ -216,67 +221,35 @@ def test_tokens_per_byte_are_unknown_if_the_tokenizer_changes_the_text(tmp_path)
     assert data.load().tokens_per_byte() is None
 
 
-RECIPE = """
-from train.config import ChatFile, Config, LanguageModel, Optim, Train
-
-def config():
-    return Config(
-        name="answers",
-        data=ChatFile(path="data.jsonl", context=48, batch_size=4, packing=True),
-        model=LanguageModel(blocks=1, width=16, hidden=16, heads=2),
-        optim=Optim(name="adamw", learning_rate=0.01, schedule="constant"),
-        train=Train(steps=4, log_every=2, eval_every=4),
-    )
-"""
-
-
-@pytest.fixture
-def folder(workplace):
-    """Folder of a recipe, its data and questions."""
-    (workplace / "answers.py").write_text(RECIPE)
+def test_a_run_is_evaluated_on_text_and_on_questions(workplace, capsys):
     lines = [json.dumps({"prompt": f"{i}? ", "answer": "yes" * (i % 4 + 1)}) for i in range(40)]
     (workplace / "data.jsonl").write_text("\n".join(lines))
     (workplace / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
-    return workplace
-
-
-@pytest.mark.slow
-def test_a_run_is_evaluated_on_text_and_on_questions(folder, capsys):
-    assert "data: 36 examples packed into" in output_of(
-        capsys, "train", "answers.py", "--out", "run"
-    )
+    data = ChatFile(path="data.jsonl", context=CONTEXT, batch_size=4, packing=True)
+    model = LanguageModel(blocks=1, width=16, hidden=16, heads=2)
+    run = initial_run(workplace / "run", Config(data=data, model=model))
     fnet_command("eval", "run")
     printed = dict(
         line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("test/")
     )
-    metrics = json.loads((folder / "run" / "evaluation.json").read_text())["metrics"]
+    metrics = json.loads((workplace / "run" / "evaluation.json").read_text())["metrics"]
     loss = metrics["test/loss"]
-    np.testing.assert_allclose(metrics["test/perplexity"], np.exp(loss))
     np.testing.assert_allclose(metrics["test/bits_per_byte"], loss / np.log(2))
     assert printed["test/perplexity"] == f"{np.exp(loss):.6g}"
 
     lines = output_of(capsys, "eval", "run", "--choices", "questions.jsonl").splitlines()
-    run = RunFolder(folder / "run")
-    model = language.build_network(recipes.load("run"))
-    with Checkpoints(run.checkpoints) as checkpoints:
-        params, state, _ = checkpoints.restore_network(model.init)
-    expected = [
-        [
-            log_likelihood((model, params, state), q.get("question", q.get("prompt")), c)
-            for c in q["choices"]
-        ]
-        for q in QUESTIONS
-    ]
+    model = language.build_network(run.read_config())
+    network = load_network(run, model)
+    questions = load_questions("questions.jsonl", "--choices", BYTES, CONTEXT)
+    accuracies, expected = score_choices(
+        model, *network[:2], questions, batch_size=4, context=CONTEXT
+    )
     written = json.loads(run.choices.read_text())
     for answer, values in zip(written["answers"], expected, strict=True):
         np.testing.assert_allclose(answer["log_likelihoods"], values, rtol=1e-4)
-    accuracy = np.mean([np.argmax(v) == a for v, a in zip(expected, [0, 1, 2, 0, 1], strict=True)])
-    assert written["metrics"]["choices/accuracy"] == accuracy
-    assert f"choices/accuracy {accuracy:.6g}" in lines
+    assert written["metrics"]["choices/accuracy"] == accuracies["accuracy"]
+    assert f"choices/accuracy {accuracies['accuracy']:.6g}" in lines
     assert "2 questions lost their beginning to fit in 48 tokens" in lines
-
-    assert exit_code("eval", "run", "--choices", "none.jsonl") == 2
-    assert_one_line_error(capsys, "--choices: none.jsonl does not exist")
     for options, message in (
         (["--flip"], "on chat_file; its options: --path, --choices, --chat"),
         (["--chat"], "--chat: writes the questions of --choices; give a file of questions"),

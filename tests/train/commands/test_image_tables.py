@@ -1,42 +1,56 @@
 """Runs on tables of labels: rows per image, folds, early stopping, a frozen backbone."""
 
 import csv
+import io
 import json
 
 import jax
 import numpy as np
 import pytest
 from image_cases import write_image
-from program_cases import assert_one_line_error, exit_code, fnet_command, metrics_of, output_of
+from program_cases import (
+    assert_one_line_error,
+    exit_code,
+    fnet_command,
+    initial_run,
+    metrics_of,
+    output_of,
+)
+from report_cases import make_run
+from rich.console import Console
 
-from train.output.curves import describe
+from train.commands import folds
+from train.config import Config, ImageFolder, PreactResNet, recipes
 from train.predictor import Predictor
 from train.run import planning, weight_files
 from train.run.checkpoints import load_network
+from train.run.open_run import write_classes
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 
 RECIPE = """
-from train.config import Config, ImageTable, Optim, PreactResNet, Train
+from train.config import Config, ImageTable, Mlp, Optim, Train
 
 def config():
     return Config(
         name="table",
         data=ImageTable(path="labels.csv", images="pics", image_size=8, batch_size=8, crop="center"),
-        model=PreactResNet(widths=(4,), blocks_per_stage=1),
+        model=Mlp(hidden=(4,)),
         optim=Optim(learning_rate=0.05),
         train=Train(steps=4, log_every=4, eval_every=2),
     )
 """
 N = 24
 TARGETS = {
-    "class": (),
-    "labels": ("--data.targets", "labels", "--data.label", "red", "late"),
-    "numbers": ("--data.targets", "numbers", "--data.label", "loss"),
+    "class": {},
+    "labels": {"targets": "labels", "label": ("red", "late")},
+    "numbers": {"targets": "numbers", "label": ("loss",)},
 }
 
-PRIVATE = ("--grad.mode", "clipped", "--grad.noise-multiplier", 1, "--grad.delta", 1e-3)
-PRIVATE = (*PRIVATE, "--optim.clip-norm", "None")
+
+def config_of(kind="class"):
+    config = recipes.load("recipe.py")
+    return config.replace(data=config.data.replace(**TARGETS[kind]))
 
 
 @pytest.fixture
@@ -84,20 +98,15 @@ def captions(monkeypatch):
     return drawn
 
 
-@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", TARGETS)
-def test_each_kind_of_target_trains_evaluates_and_predicts(workplace, capsys, kind, captions):
-    output = output_of(capsys, "train", "recipe.py", "--out", "r", *TARGETS[kind])
-    names = {"class": "2 classes: a, b", "labels": "labels red, late", "numbers": "numbers loss"}
-    assert f" test examples, {names[kind]}\n" in output
-    check_captions(kind, rows_of(workplace / "r" / "evaluation.csv"), captions["examples.png"])
-    metrics = json.loads((workplace / "r" / "summary.json").read_bytes())["metrics"]
+def test_each_kind_of_target_is_evaluated_and_predicted(workplace, kind, captions):
+    folder = initial_run("r", config_of(kind))
+    fnet_command("eval", "r")
+    rows = rows_of(folder.rows)
+    check_captions(kind, [*rows], captions["examples.png"])
+    metrics = json.loads(folder.evaluation.read_bytes())["metrics"]
     expected = {"class": "test/macro_f1", "labels": "test/exact", "numbers": "test/r2"}
     assert expected[kind] in metrics
-    rows = rows_of(workplace / "r" / "evaluation.csv")
-    (workplace / "r" / "evaluation.csv").unlink()
-    fnet_command("eval", "r")
-    assert rows_of(workplace / "r" / "evaluation.csv") == rows
     mean = np.mean([float(row["loss"]) for row in rows])
     assert mean == pytest.approx(metrics["test/loss"], rel=1e-4)
     files = [row["file"] for row in rows]
@@ -110,29 +119,12 @@ def test_each_kind_of_target_trains_evaluates_and_predicts(workplace, capsys, ki
             for k, v in prediction.items()
             if k.startswith("pro")
         )
-    outputs = Predictor("r")(files)
     if kind == "numbers":  # in the units of the table
         values = [float(row["predicted loss"]) for row in rows]
-        np.testing.assert_allclose([float(output[0]) for output in outputs], values, rtol=1e-4)
+        found = [float(output[0]) for output in Predictor("r")(files)]
+        np.testing.assert_allclose(found, values, rtol=1e-4)
 
 
-@pytest.mark.slow
-def test_numbers_keep_their_meaning_when_the_table_grows(workplace, capsys):
-    named = ("--checkpoint.metric", "macro_f1", "--data.class-weights", "balanced")
-    named += ("--optim.label-smoothing", 0.1)  # by `classify`
-    output = output_of(capsys, "train", "recipe.py", "--out", "r", *TARGETS["numbers"], *named)
-    assert "checkpoint.metric: loss instead of macro_f1" in output
-    assert "data.class_weights, optim.label_smoothing: no effect, because numbers" in output
-    before = {row["file"]: row for row in rows_of(workplace / "r" / "evaluation.csv")}
-    with (workplace / "labels.csv").open("a") as file:
-        file.write("24.png,a,1,1,1000\n")
-    write_image(workplace / "pics" / "24.png", 24)
-    fnet_command("eval", "r")
-    after = {row["file"]: row for row in rows_of(workplace / "r" / "evaluation.csv")}
-    assert before.items() <= after.items()
-
-
-@pytest.mark.slow
 def test_undefined_scores_are_said_and_are_no_zeros(workplace, capsys):
     """No test image is a, and all have the same number."""
     lines = ["file,label,red,late,loss,split"]
@@ -146,39 +138,31 @@ def test_undefined_scores_are_said_and_are_no_zeros(workplace, capsys):
         ("labels", set(), "precision, recall, F1, AUC of late\n"),
         ("numbers", {"r2"}, "R2\n"),
     ):
-        output = output_of(capsys, "train", "recipe.py", "--out", kind, *TARGETS[kind])
-        assert output.count(said) == 1
-        assert f"{said}{line}" in output
-        folder = workplace / kind
-        summary = json.loads((folder / "summary.json").read_bytes())["metrics"]
-        assert {k for k, v in summary.items() if v is None} == {f"test/{k}" for k in undefined}
+        initial_run(kind, config_of(kind))
         assert f"{said}{line}" in output_of(capsys, "eval", kind)
-        evaluated = json.loads((folder / "evaluation.json").read_bytes())["metrics"]
-        assert evaluated.keys() == summary.keys()
-        assert all((evaluated[name] is None) == (summary[name] is None) for name in summary)
-        fnet_command("report", kind)
-        page = (folder / "report.html").read_text()
-        assert all(f"{describe(name)[0]} undefined" in page for name in undefined)
-        for name in undefined:
-            named = ("--checkpoint.metric", name, "--out", "x")
-            assert exit_code("train", "recipe.py", *TARGETS[kind], *named) == 2
-            assert_one_line_error(capsys, f"checkpoint.metric: {name} is undefined")
+        metrics = json.loads((workplace / kind / "evaluation.json").read_bytes())["metrics"]
+        assert {k for k, v in metrics.items() if v is None} == {f"test/{k}" for k in undefined}
+    named = ("--checkpoint.metric", "auc", "--out", "x")
+    assert exit_code("train", "recipe.py", *named) == 2
+    assert_one_line_error(capsys, "checkpoint.metric: auc is undefined")
 
 
-@pytest.mark.slow
-def test_folds_without_a_class_leave_undefined_scores_out(workplace, capsys):
-    """The label is that of two images, which are in two folds."""
-    lines = [f"{i:02}.png,{int(i in (3, 4))}" for i in range(N)]
-    (workplace / "labels.csv").write_text("\n".join(["file,late", *lines]) + "\n")
-    fnet_command(
-        *("train", "recipe.py", "--folds", 3, "--out", "f"),
-        *("--data.targets", "labels", "--data.label", "late"),
-    )
-    assert "over 2 folds; it is undefined in the other 1\n" in capsys.readouterr().out
-    auc = json.loads((workplace / "f" / "folds.json").read_bytes())["metrics"]["test/auc"]
-    assert auc["values"].count(None) == 1
-    defined = [value for value in auc["values"] if value is not None]
-    assert (auc["mean"], auc["std"]) == pytest.approx((np.mean(defined), np.std(defined, ddof=1)))
+def test_folds_without_a_class_leave_undefined_scores_out(tmp_path, monkeypatch):
+    scores = [None, 0.5, 1.0]
+
+    def train(config, out, **options):
+        make_run(
+            out.parent, out.name, summary={"metrics": {"test/auc": scores[config.data.fold - 1]}}
+        )
+        return True
+
+    monkeypatch.setattr(folds, "train", train)
+    monkeypatch.setattr(folds, "load", lambda config: None)
+    config, text = Config(data=ImageFolder(path="d")), io.StringIO()
+    folds.train_folds(config, 3, tmp_path / "f", resume=False, console=Console(file=text, width=99))
+    assert "over 2 folds; it is undefined in the other 1\n" in text.getvalue()
+    auc = json.loads((tmp_path / "f" / "folds.json").read_bytes())["metrics"]["test/auc"]
+    assert auc == {"mean": 0.75, "std": pytest.approx(0.5**1.5), "values": scores}
 
 
 def test_folds_are_reported_together(workplace, capsys):
@@ -227,19 +211,19 @@ def test_a_run_ends_when_its_metric_gets_no_better_and_resumes_alike(
     assert_one_line_error(capsys, "checkpoint.metric: no test metric f1")
 
 
-@pytest.mark.slow
-def test_a_kept_head_predicts_the_same_numbers_with_another_scaling(workplace, capsys):
+def test_a_kept_head_predicts_the_same_numbers_with_another_scaling(workplace):
     table = (workplace / "labels.csv").read_text().splitlines()
     larger = [f"{line},{int(line.split(',')[-1]) * 100 + 5000}" for line in table[1:]]
     (workplace / "other.csv").write_text(
         "\n".join([table[0].replace("loss", "old") + ",loss", *larger]) + "\n"
     )
-    fnet_command("train", "recipe.py", *TARGETS["numbers"], "--out", "r")
+    config = config_of("numbers").replace(model=PreactResNet(widths=(4,), blocks_per_stage=1))
+    configs = [
+        config.replace(data=config.data.replace(path=f"{n}.csv")) for n in ("labels", "other")
+    ]
+    runs = [setup(config) for config in configs]
+    write_classes(initial_run(workplace / "r", configs[0]), runs[0].task.dataset.outputs)
     fnet_command("export", "r", "--out", "r.safetensors")
-    fnet_command(
-        "train", "recipe.py", *TARGETS["numbers"], "--data.path", "other.csv", "--out", "s"
-    )
-    runs = [setup(RunFolder(workplace / name).read_config()) for name in "rs"]
     for source in ("r", "r.safetensors"):
         heads = [weight_files.load(run, source).variables[0]["head"] for run in runs]
         heads = jax.tree.map(np.asarray, heads)
@@ -251,13 +235,12 @@ def test_a_kept_head_predicts_the_same_numbers_with_another_scaling(workplace, c
         assert (heads[0]["kernel"] != heads[1]["kernel"]).all()
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("private", [(), PRIVATE], ids=["plain", "private"])
-def test_a_frozen_backbone_keeps_its_parameters_and_statistics(workplace, capsys, private):
-    norm = ("--model.norm", "group") if private else ()
-    fnet_command("train", "recipe.py", "--out", "r", *norm)
-    flags = ("--model.pretrained", "r", "--optim.freeze-backbone", "--optim.weight-decay", 0.1)
-    fnet_command("train", "recipe.py", "--out", "s", *flags, *norm, *private)
+def test_a_frozen_backbone_keeps_its_parameters_and_statistics(workplace, capsys):
+    config = recipes.load("recipe.py")
+    initial_run("r", config.replace(model=PreactResNet(widths=(4,), blocks_per_stage=1)))
+    flags = ("--model.name", "preact_resnet", "--model.widths", 4, "--model.blocks-per-stage", 1)
+    flags += ("--model.pretrained", "r", "--optim.freeze-backbone", "--optim.weight-decay", 0.1)
+    fnet_command("train", "recipe.py", "--out", "s", *flags)
     networks = []
     for name in "rs":
         folder = RunFolder(workplace / name)

@@ -38,24 +38,14 @@ def run(folder, *command):
     ).stdout
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("command", [MODULE, SCRIPT], ids=["module", "script"])
-def test_ignores_a_train_module_of_the_user(command, folder):
-    assert "digits" in run(folder, *command, "configs")
-
-
-@pytest.mark.slow
-def test_ignores_a_train_package_of_the_user(folder):
-    (folder / "train").mkdir()
-    (folder / "train.py").rename(folder / "train" / "__init__.py")
+def test_ignores_a_train_module_of_the_user(folder):
     assert "digits" in run(folder, *MODULE, "configs")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [SCRIPT, MODULE], ids=["script", "module"])
-def test_recipes_and_worker_processes_find_the_program(command, folder):
+def test_recipes_and_worker_processes_find_the_program(folder):
     write_class_folders(folder / "images", train=4, test=4)
-    assert "2/2" in run(folder, *command, "train", "mine.py", "--out", "run")
+    assert "2/2" in run(folder, *SCRIPT, "train", "mine.py", "--out", "run")
 
 
 @pytest.mark.parametrize("words", ["--help", "train --help", "train mine.py --help", "report run"])

@@ -70,13 +70,6 @@ def test_the_peak_memory_is_as_the_recipe_states(name, workplace):
     assert mebibytes == pytest.approx(float(STATED_PEAKS[name]), rel=0.04)
 
 
-FINE_TUNING = [name for name in configs.recipes.recipes() if name.startswith("finetune_")]
-
-
-def test_there_are_four_fine_tuning_recipes():
-    assert FINE_TUNING == ["finetune_dpo", "finetune_full", "finetune_lora", "finetune_private"]
-
-
 def test_a_recipe_can_give_paths_as_path_objects(workplace):
     head = "from pathlib import Path\nfrom train.config import *\ndef config(): return "
     (workplace / "path.py").write_text(head + 'Config(data=ImageFolder(path=Path("photos/a")))')

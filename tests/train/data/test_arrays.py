@@ -170,20 +170,6 @@ def test_reads_labels_as_a_vector_a_column_or_one_hot(tmp_path, kind):
     assert (data.train["label"] == data.train["id"] % CLASSES).all()
 
 
-def test_a_seed_holds_out_a_fraction_of_every_class(tmp_path):
-    y = np.repeat([0, 1, 2], [20, 40, 60])
-    path = write_npz(tmp_path / "data.npz", x=make_images(120), y=y)
-    data = load(path, test_fraction=0.25)
-    held_out = np.bincount(data.test["label"], minlength=3) / [20, 40, 60]
-    np.testing.assert_allclose(held_out, 0.25, atol=0.15)
-    every = np.concatenate([data.train["id"], data.test["id"]])
-    assert sorted(every) == list(range(120))
-    assert (y[every] == np.concatenate([data.train["label"], data.test["label"]])).all()
-    again, other = load(path, test_fraction=0.25), load(path, test_fraction=0.25, split_seed=1)
-    chex.assert_trees_all_equal(again.test, data.test)
-    assert {*other.test["id"]} != {*data.test["id"]}
-
-
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 @pytest.mark.parametrize("axes", [None, "channels_first"])

@@ -8,9 +8,6 @@ import pytest
 from array_cases import CLASSES, N, X, Y, load, load_error, make_images, make_labels, write_npz
 
 from train import limits
-from train.config import ArrayFile, Config, Denoiser
-from train.errors import UserError
-from train.tasks import build
 
 TEST = {"x_train": X, "y_train": Y, "x_test": make_images(6), "y_test": make_labels(6)}
 NAN, LARGE = make_images(dtype=np.float32), make_images(dtype=np.float64)
@@ -151,10 +148,3 @@ def test_a_header_with_a_larger_shape_than_the_data_is_refused(tmp_path):
         file.writestr("x.npy", content.getvalue())
         file.writestr("y.npy", y.getvalue())
     assert f"data.path: cannot read x in {path}: " in load_error(path)
-
-
-def test_a_denoiser_refuses_training_images_outside_the_unit_interval(tmp_path):
-    x, y = make_images(dtype=np.float32), make_labels()
-    path = write_npz(tmp_path / "d.npz", x_train=255 * x, y_train=y, x_test=x, y_test=y)
-    with pytest.raises(UserError, match=r"data.images: values from .* in \[0, 1\]"):
-        build(Config(data=ArrayFile(path=str(path)), model=Denoiser()))

@@ -570,15 +570,6 @@ def test_examples_begin_and_end_with_the_special_tokens_of_the_tokenizer(load, t
     assert texts.tokens_per_byte() == 4 / 4
 
 
-def test_chats_get_special_tokens_from_the_template_alone(load, tokenizer):
-    record = {
-        "messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "No"}]
-    }
-    batch = batch_of(load([record] * 2, tokenizer=tokenizer, test_fraction=0.5))  # fmt: skip
-    assert batch["tokens"][0, :8].tolist() == [259, 261, 258, 263, 262, 256, 263, 0]
-    np.testing.assert_array_equal(batch["loss_mask"][0, :7], [0, 0, 0, 0, 1, 1, 0])
-
-
 TAGS = "{{ '<' + m.role + '>' }}"
 GENERATION = "{% generation %}{{ m.content }}{% endgeneration %}</>"
 

@@ -13,7 +13,6 @@ import pytest
 from data_cases import error_message, take_batches
 from image_cases import color, write_class_folders, write_image
 from PIL import Image
-from program_cases import assert_one_line_error, exit_code, fnet_command, output_of
 
 from train.config import HuggingFace, ImageFolder
 from train.data import evaluation_batches
@@ -286,19 +285,6 @@ def test_invalid_data_sets_are_refused_in_one_line(hub, change, options, message
     if change:
         change(hub)
     assert message in load_error(**options)
-
-
-@pytest.mark.slow
-def test_the_program_trains_and_evaluates(hub, workplace, capsys):
-    options = ("--data.path", "animals", "--data.batch-size", 4, "--data.image-size", 8)
-    fnet_command(
-        "train", "tiny.py", "--data.source", "huggingface", *options, "--out", "run",
-        "--train.steps", 2,
-    )  # fmt: skip
-    assert "accuracy of bear: " in output_of(capsys, "eval", "run")
-    hub.pop("animals")
-    assert exit_code("eval", "run") == 2
-    assert_one_line_error(capsys, "data.path: datasets cannot load animals: no such data set")
 
 
 @pytest.fixture

@@ -52,16 +52,6 @@ def test_each_folder_is_a_class_in_alphabetical_order(folder):
     assert data.test["id"].tolist() == list(range(13, 20))
 
 
-def test_skips_hidden_files_and_other_files(folder):
-    before = load(folder).train["id"]
-    write_image(folder / "train" / "cat" / ".hidden.png")
-    write_image(folder / "train" / ".cache" / "x.png")
-    write_image(folder / "train" / "__MACOSX" / "cat" / "._a.png")
-    (folder / "train" / "cat" / "notes.txt").write_text("no image")
-    (folder / "train" / "Thumbs.db").write_text("no image")
-    chex.assert_trees_all_equal(load(folder).train["id"], before)
-
-
 def test_follows_links_but_not_in_circles(folder, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     write_image(elsewhere / "more" / "z.png")

@@ -12,7 +12,7 @@ from shard_cases import CLASSES, WRITERS, pixels, png, write_parquet, write_tar
 
 from train import data as datasets
 from train.config import Config, ImageShards
-from train.data.shards import CACHE_BYTES, Fields, Index, Shards, index_shards
+from train.data.shards import Fields, Shards, index_shards
 from train.data.unreadable import UnreadableFiles
 from train.errors import TrainingError
 from train.run.run_folder import RunFolder
@@ -605,16 +605,3 @@ def test_long_numbers_are_names(tmp_path):
     files = lambda i: {"png": png(i), "cls": b"b" if i % 2 else b"1" * 30}  # noqa: E731
     write_tar(tmp_path / "a.tar", range(8), files=files)
     assert load(tmp_path / "a.tar").classes == ("1" * 30, "b")
-
-
-def test_a_pipe_is_no_shard(tmp_path):
-    os.mkfifo(tmp_path / "a.tar")
-    assert "is a pipe, a socket or a device" in error_message(load, tmp_path / "a.tar")
-
-
-def test_row_groups_that_are_kept_fit_into_the_limit():
-    indices = [
-        Index(np.zeros((1, 2), int), np.zeros(1, int), np.zeros(1, str), b) for b in (1, 2**28)
-    ]
-    shards = Shards(["a.parquet", "b.parquet"], indices)
-    assert shards._row_group.cache_info().maxsize == CACHE_BYTES // 2**28 == 4

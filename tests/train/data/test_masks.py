@@ -310,28 +310,6 @@ def read_elsewhere(label_map, *masks, rows=(), **options):
     return [other.labels(mask)[0].tolist() for mask in masks], notes
 
 
-def test_masks_elsewhere_mean_what_their_own_table_says():
-    rows = (Row("a"), Row("b"), Row("c"))
-    label_map = decide(gray(0, 128, 255), rows=rows, mask_values=(0, 128, 255))
-    assert read_elsewhere(label_map, gray(0, 128, 255)) == ([[0, 1, 2]], [])
-    with pytest.raises(UserError, match="has names alone, and its rows do not count as the values"):
-        read_elsewhere(label_map, gray(0, 1, 2), rows=(Row("a"), Row("c"), Row("b")))
-    valued = (Row("a", 0), Row("b", 160), Row("c", 80), Row("void", 9))
-    found = read_elsewhere(label_map, gray(0, 80, 160, 9), rows=valued, mask_values=(0, 128, 255))
-    assert found == ([[0, 2, 1, 255]], [])
-    numbered = decide(gray(0, 1, 2), rows=rows)
-    assert read_elsewhere(numbered, gray(0, 1), rows=rows[:2]) == ([[0, 1]], [])
-    plain = decide(gray(0, 1), classes=2)
-    note = ["the classes of the run have no names, so that classes.txt is not used"]
-    assert read_elsewhere(plain, gray(0, 1), rows=rows[:2]) == ([[0, 1]], note)
-    with pytest.raises(UserError, match=r"classes\.txt has the class d, but the run has a, b, c; "):
-        read_elsewhere(numbered, gray(0), rows=(Row("d", 0), Row("a", 1)))
-    ignoring = decide(gray(0, 1, 2, 255), rows=rows, ignore=(255,))
-    assert read_elsewhere(ignoring, gray(5, 7, 255), rows=(Row("b", 5), Row("a", 7)))[0] == [
-        [1, 0, 255]
-    ]
-
-
 def test_masks_elsewhere_are_read_as_those_of_the_run_if_they_can_be():
     label_map = decide(gray(0, 255), rows=SWAPPED)
     assert read_elsewhere(label_map, gray(0, 0)) == ([[1, 1]], [])

@@ -309,19 +309,6 @@ def test_a_class_table_that_was_given_stays_with_the_folder_of_the_run(folder):
     assert voc.for_evaluation({"path": str(folder / "val")}).class_table is None
 
 
-def test_masks_of_numbers_test_a_run_of_masks_of_colors(folder, tmp_path_factory):
-    (folder / "classes.csv").write_text("x,9,9,0\ny,0,9,9\nz,0,0,9\n")
-    colors = np.array([[9, 9, 0], [0, 9, 9], [0, 0, 9]], np.uint8)
-    other = tmp_path_factory.mktemp("other")
-    write_pair(other, "a", make_mask(24, 40))
-    for path in folder.glob("*/masks/*.png"):
-        Image.fromarray(colors[np.asarray(Image.open(path))]).save(path)
-    outputs = load(folder).outputs
-    data = SegmentationFolder(path=str(other), image_size=40).load_test(lambda: outputs)
-    mask = next(evaluation_batches(data, 1))["mask"][0]
-    assert [mask[0, 0], mask[10, 0], mask[10, 39]] == [0, 1, 2]
-
-
 def test_masks_ignore_pixels_with_255(folder):
     labels = make_mask(24, 40)
     labels[:, :20] = 255

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from train.data.order import MAX_LANES, Rows, ShuffledBatches, _mix
+from train.data.order import MAX_LANES, Rows, ShuffledBatches
 
 
 def order(*blocks, weights=None, batch_size=16, seed=0, block_bytes=0, budget=2**30):
@@ -121,9 +121,3 @@ def test_a_window_leaves_room_for_one_more_block():
     batches = order([100] * 64, batch_size=1, block_bytes=2**20, budget=2**22)
     rows = np.concatenate([batches(i) for i in range(300)])
     assert len(np.unique(rows // 100)) == 3
-
-
-def test_sources_alternate_evenly():
-    # Each of n rows of a source has the time (i + 1/2) / n.
-    np.testing.assert_array_equal(_mix([1, 3], 8), [1, 0, 1, 1, 1, 0, 1, 1])
-    np.testing.assert_array_equal(_mix([1, 1], 6), [0, 1, 0, 1, 0, 1])

@@ -10,7 +10,6 @@ import pytest
 from train.config import Clipped, Config, LanguageModel, TextFile
 from train.data import num_examples
 from train.data.buckets import bucket_lengths, bucketed_batches
-from train.data.text_file import _cut_rows
 from train.data.tokenizer import load_tokenizer
 from train.errors import UserError
 from train.tasks import build
@@ -259,9 +258,3 @@ def test_a_pipe_is_no_text(tmp_path):
     os.mkfifo(tmp_path / "text.txt")
     with pytest.raises(UserError, match=r"data.path: .*text.txt.*is a pipe, a socket or a device"):
         TextFile(path=str(tmp_path / "text.txt"), context=4).load()
-
-
-def test_rows_shift_by_less_than_a_row_and_stay_in_their_text():
-    rows = _cut_rows([range(95)], 10, partial=False)
-    assert rows.start.tolist() == [10 * i for i in range(9)]
-    assert rows.slack.tolist() == [9] * 8 + [4]

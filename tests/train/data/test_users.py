@@ -11,7 +11,7 @@ import optax
 import pytest
 from array_cases import make_images, make_labels, write_npz
 from image_cases import write_class_folders, write_image
-from program_cases import assert_one_line_error, exit_code, fnet_command
+from program_cases import assert_one_line_error, exit_code
 from sklearn.datasets import load_digits
 
 import fnet
@@ -314,18 +314,13 @@ def digits_of_writers(workplace):
     return workplace
 
 
-@pytest.mark.slow
-def test_a_run_accounts_for_users(digits_of_writers, capsys):
-    fnet_command("train", "users.py", "--out", "run")
-    summary = json.loads((digits_of_writers / "run" / "summary.json").read_text())
-    expected = Privacy(1.0, PoissonSampling(WRITERS, 20), 1e-3).epsilon(6)
-    assert summary["privacy"]["epsilon"] == expected
-    assert summary["privacy"]["unit"] == "user"
-    assert summary["privacy"]["sampling_probability"] == 20 / WRITERS
-    assert "at delta 0.001 after 6 steps for each user (" in capsys.readouterr().out
+def test_a_run_accounts_for_users(digits_of_writers):
+    privacy = setup(recipes.load("users.py")).privacy
+    assert (privacy.unit, privacy.sampling.probability) == ("user", 20 / WRITERS)
+    assert privacy.epsilon(6) == Privacy(1.0, PoissonSampling(WRITERS, 20), 1e-3).epsilon(6)
+    assert "at delta 0.001 after 6 steps for each user (" in privacy.describe(6)
 
 
-@pytest.mark.slow
 def test_a_users_run_updates_by_clipped_users(digits_of_writers):
     """A step moves the parameters as much as its users, each at most clip / batch_size."""
     config = recipes.load("users.py")

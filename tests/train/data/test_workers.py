@@ -112,30 +112,6 @@ def test_workers_end_with_a_killed_program(tmp_path, name):
     assert int(out.stdout) in (1, 2)
 
 
-CRASHED = """
-import sys
-sys.path.insert(0, {tests!r})
-import numpy as np
-import row_functions
-from train.data.workers import Workers
-
-if __name__ == "__main__":
-    Workers(2)(row_functions.kills_its_process, {{"x": np.arange(8)}})
-"""
-
-
-def test_the_program_ends_when_a_worker_is_killed(tmp_path):
-    path = tmp_path / "crashed.py"
-    support = Path(row_functions.__file__).parent
-    path.write_text(CRASHED.format(tests=str(support)))
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
-    out = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, env=environment, timeout=100
-    )
-    assert out.returncode == 1
-    assert b"TrainingError: data.workers: a process that decodes" in out.stderr
-
-
 def test_workers_read_the_same_images(two_workers, tmp_path):
     for i in range(5):
         write_image(tmp_path / f"{i}.png", i)

@@ -10,7 +10,7 @@ from fnet.memory import REMAT_POLICIES, Candidate, Cost, Peak, Plan
 from train.output import curves, plots
 from train.output.curves import MOST_POINTS, read_curves, thin
 from train.output.formats import duration, number, percent
-from train.output.palette import _cielab, overlay_labels, palette
+from train.output.palette import overlay_labels, palette
 from train.output.tables import Cell, Table, to_rich
 
 
@@ -242,20 +242,3 @@ def test_the_line_of_a_budget_is_what_the_step_may_use(drawn, tmp_path):
     assert "budget without 30.00 MiB for the process: 20.00 MiB" in [
         text.get_text() for text in legend.get_texts()
     ]
-
-
-def test_distances_of_colors_are_those_of_cielab():
-    """Published values of D65 white, black and the primaries of sRGB; distances need no offset."""
-    rgb = 255 * np.array([[0, 0, 0], [1, 1, 1], [1, 0, 0], [0, 1, 0], [0, 0, 1]], float)
-    lab = [
-        [0, 0, 0],
-        [100, 0, 0],
-        [53.24, 80.09, 67.20],
-        [87.73, -86.18, 83.18],
-        [32.30, 79.19, -107.86],
-    ]
-    found = _cielab(rgb)
-    np.testing.assert_allclose(found - found[0], lab, atol=0.05)
-    # Below a ninth of a percent the curve is a line.
-    dark = _cielab(np.array([[1.0, 1.0, 1.0]])) - found[0]
-    np.testing.assert_allclose(dark, [[903.3 / 12.92 / 255, 0, 0]], atol=1e-3)

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from train.errors import printable
 from train.output.formats import clock
-from train.output.progress import Field, Progress, fit, line_printer
+from train.output.progress import Progress, line_printer
 from train.run.results import describe_metrics, print_facts
 
 LINE = {
@@ -74,14 +74,6 @@ def test_a_line_begins_with_a_bar_of_the_share_of_steps(width):
     halves = int(2 * size * 500 / 1348)
     bar = "━" * (halves // 2) + "╸" * (halves % 2)
     assert text == f"{bar:{size}}  {fields}"
-
-
-def test_a_bar_fills_what_the_fields_leave():
-    fields = [Field(0, "1/2"), Field(9, "x" * 10)]
-    assert fit(fields, 80) == (24, "1/2  xxxxxxxxxx")
-    assert fit(fields, 25) == (8, "1/2  xxxxxxxxxx")
-    assert fit(fields, 20) == (15, "1/2")
-    assert fit(fields, 2) == (0, "1/2")
 
 
 def test_test_metrics_stay_until_the_next_evaluation():

@@ -8,7 +8,6 @@ import os
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import report_cases
 from image_cases import write_image
@@ -16,16 +15,12 @@ from PIL import Image
 from program_cases import exit_code, output_of
 from report_cases import EVIL, LINES, MEMORY, NOW, PNG, Page, line, page_of, written
 
-from train import report as report_package
 from train.config import Config, ImageFolder
 from train.errors import UserError
 from train.output.curves import MOST_POINTS
-from train.output.plots import COLORS
 from train.report import render
 from train.report.runs import _thumbnail, read_runs
 from train.run.run_folder import RunFolder
-
-STYLE = (Path(report_package.__file__).parent / "style.css").read_text()
 
 make = pytest.fixture(report_cases.make)
 
@@ -95,30 +90,13 @@ def test_headings_are_in_order_and_links_lead_somewhere(make):
         assert head.attributes["scope"] in ("row", "col")
 
 
-def test_charts_take_their_sizes_from_one_place_and_colors_from_the_style_sheet(make):
-    page = page_of(*(make(f"r{i}") for i in range(len(COLORS) + 1)))
-    charts = [e for e in page.all("svg") if "aria-label" in e.attributes]
-    assert charts
-    assert {e.attributes["viewbox"] for e in charts} == {"0 0 400 190"}
-    colors = {e.attributes.get(key) for e in page.elements for key in ("stroke", "fill")}
-    assert colors >= {f"var(--c{i})" for i in range(len(COLORS))} | {"var(--rule)"}
-    assert not any(str(color).startswith("#") for color in colors)
-
-
-@pytest.mark.slow
-def test_a_hundred_thousand_lines_make_a_small_page_that_says_it_is_averaged(make):
-    steps = np.arange(1, 100_001)
-    noise = np.random.default_rng(0).normal(1, 0.1, (100_000, 3)).round(6).tolist()
-    lines = (
-        f'{{"step": {step}, "epoch": {step / 8}, "examples_per_second": 64.0, "train/loss": {a}, '
-        f'"train/accuracy": {b}, "train/grad_norm": {c}}}'
-        for step, (a, b, c) in zip(steps.tolist(), noise, strict=True)
-    )
-    text = render(read_runs([make(lines=list(lines), summary=False)]), NOW)
-    assert len(text) < 1e6
+def test_ten_thousand_lines_make_a_small_page_that_says_it_is_averaged(make):
+    lines = [f'{{"step": {i}, "epoch": {i / 8}, "train/loss": {1 / i}}}' for i in range(1, 10_001)]
+    text = render(read_runs([make(lines=lines, summary=False)]), NOW)
+    assert len(text) < 2e5
     page = Page(text)
     assert f"Curves are averaged to at most {MOST_POINTS} points." in page.section("curves")
-    assert "about 333 values" in page.section("curves")
+    assert "about 33 values" in page.section("curves")
 
 
 def test_hard_values_are_drawn_inside_their_charts(make):
@@ -133,29 +111,6 @@ def test_hard_values_are_drawn_inside_their_charts(make):
         for x, y in re.findall(r"[ML] ([-\d.einfa]+) ([-\d.einfa]+)", path.attributes["d"]):
             assert -5 <= float(x) <= 405
             assert -5 <= float(y) <= 195
-
-
-def luminance(color):
-    """WCAG 2.2, relative luminance."""
-    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return float(np.dot(linear, (0.2126, 0.7152, 0.0722)))
-
-
-@pytest.mark.parametrize("mode", [0, 1], ids=["light", "dark"])
-def test_colors_stand_out_from_the_page(mode):
-    pairs = re.findall(r"--(\w+): light-dark\((#\w{6}), (#\w{6})\);", STYLE)
-    colors = {name: shades[mode] for name, *shades in pairs}
-    page = luminance(colors["page"])
-
-    def contrast(name):
-        other = luminance(colors[name])
-        return (max(page, other) + 0.05) / (min(page, other) + 0.05)
-
-    # WCAG 2.2: 4.5 for text (1.4.3), 3 for graphics (1.4.11).
-    assert contrast("text") > 7
-    assert contrast("muted") > 4.5
-    assert all(contrast(f"c{i}") > 4.5 for i in range(len(COLORS)))
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

@@ -86,7 +86,6 @@ def test_writes_the_documented_files(finished_run, tmp_path_factory):
     assert after["next:"] == ", ".join(commands)
 
 
-@pytest.mark.slow
 def test_ctrl_c_during_a_garbage_collection_is_not_lost(monkeypatch, capsys):
     def command(argv):
         def _xla_gc_callback():
@@ -95,7 +94,8 @@ def test_ctrl_c_during_a_garbage_collection_is_not_lost(monkeypatch, capsys):
         with contextlib.suppress(KeyboardInterrupt):  # as Python does around such a callback
             _xla_gc_callback()
         ended.append("callback")
-        time.sleep(60)
+        for _ in range(1000):  # until the signal comes again
+            time.sleep(0.01)
 
     ended = []
     monkeypatch.setattr(cli, "_dispatch", command)
@@ -108,7 +108,6 @@ def test_ctrl_c_during_a_garbage_collection_is_not_lost(monkeypatch, capsys):
     assert capsys.readouterr().err == "fnet: interrupted\n"
 
 
-@pytest.mark.slow
 def test_a_run_that_crashed_and_was_interrupted_ends_with_the_same_bits(
     workplace, finished_run, monkeypatch, capsys
 ):
@@ -303,13 +302,11 @@ def test_reports_both_shapes_for_a_checkpoint_of_another_model(finished_run, cap
     assert "absent there, (4,) here" in error
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("words", [("configs",), ("train", "--help")], ids=" ".join)
-def test_ends_without_traceback_if_nobody_reads_the_output(words):
+def test_ends_without_traceback_if_nobody_reads_the_output():
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, "-m", "train", *words],
+        [sys.executable, "-m", "train", "configs"],
         stdout=write,
         stderr=subprocess.PIPE,
         text=True,
@@ -354,7 +351,6 @@ def test_removes_the_folder_of_a_run_that_did_not_start(workplace, monkeypatch):
     assert not (workplace / "new").exists()
 
 
-@pytest.mark.slow
 def test_resuming_a_finished_run_prints_its_results_and_changes_nothing(finished_run, capsys):
     before = final_state(finished_run), metrics_of(finished_run)
     summary = json.loads((finished_run / "summary.json").read_text())

@@ -110,20 +110,24 @@ def config():
 """
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(), pytest.param(("--grad.release-only",), marks=pytest.mark.slow)],
-    ids=["all", "release-only"],
-)
-def private_run(request, tmp_path_factory):
-    """A folder with a private run of two steps and its data, and the run's flags."""
-    folder = tmp_path_factory.mktemp("private_run")
+def train_privately(folder, *flags):
+    """Train a private run of two steps; return the folder, with its data."""
     images_in_one_file(folder / "data", changed=False)
     (folder / "private.py").write_text(RECIPE)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        fnet_command("train", "private.py", "--out", "run", *request.param)
+        fnet_command("train", "private.py", "--out", "run", *flags)
     return folder
+
+
+@pytest.fixture(scope="module")
+def private_run(tmp_path_factory):
+    return train_privately(tmp_path_factory.mktemp("private_run"))
+
+
+@pytest.fixture(scope="module")
+def release_only(tmp_path_factory):
+    return train_privately(tmp_path_factory.mktemp("release_only"), "--grad.release-only")
 
 
 @pytest.fixture
@@ -197,34 +201,34 @@ def test_a_private_run_does_not_continue_with_something_else(resumed, name, caps
     assert_one_line_error(capsys, message.replace("DATA", path))
 
 
-def test_release_only_describes_the_data_only_to_the_holder_of_the_seed(private_run):
-    written = read_sealed(RunFolder(private_run / "run").data)
-    config = json.loads((private_run / "run" / "config.json").read_text())
+def test_release_only_describes_the_data_only_to_the_holder_of_the_seed(release_only):
+    written = read_sealed(RunFolder(release_only / "run").data)
+    config = json.loads((release_only / "run" / "config.json").read_text())
     assert written.pop("has_saved")
     assert written.pop("run") == config["run"]
     ((_, *checksums),) = written.pop("stamps")
     assert len({*checksums}) == 2
     assert written.pop("config")["grad.noise_multiplier"] == "1.0"
     assert written.pop("versions")["jax"] == jax.__version__
-    if not config["grad"]["release_only"]:
-        return
     assert written.pop("trained_before") is None
-    secret = bytes.fromhex((private_run / "run" / "secret_seed").read_text())
+    secret = bytes.fromhex((release_only / "run" / "secret_seed").read_text())
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(private_run)
+        patch.chdir(release_only)
         dataset = images_in_one_file(Path("data"), changed=False)
         data = describe_data(dataset, TextFile(path="data.npz"), private=True)
     code = hmac.new(secret, json.dumps(data).encode(), "sha256").hexdigest()
     assert written == {"keyed_checksum": code}
 
 
-def test_private_files_are_in_one_folder_and_nowhere_with_release_only(private_run):
-    run, there = RunFolder(private_run / "run"), set()
-    for file in (file for file in FILES if file.__get__(run, RunFolder).exists()):
-        there.add(file.__get__(run, RunFolder))
-        assert file.kind != "private" or file.released or run.private != run.path
-    assert {*run.path.iterdir(), *run.private.iterdir()} == there | {run.private} - {run.path}
-    assert (run.private != run.path) == (run.private / "evaluation.csv").exists()
+def test_private_files_are_in_one_folder_and_nowhere_with_release_only(private_run, release_only):
+    for folder in (private_run, release_only):
+        run, there = RunFolder(folder / "run"), set()
+        for file in (file for file in FILES if file.__get__(run, RunFolder).exists()):
+            there.add(file.__get__(run, RunFolder))
+            assert file.kind != "private" or file.released or run.private != run.path
+        assert {*run.path.iterdir(), *run.private.iterdir()} == there | {run.private} - {run.path}
+        assert (run.private != run.path) == (run.private / "evaluation.csv").exists()
+        assert (run.private != run.path) == (folder == private_run)
 
 
 PICTURES = """
@@ -262,10 +266,8 @@ def pictures(picture_run, tmp_path, monkeypatch):
 RESUME = "train", "run/config.json", "--resume", "--train.steps", 3
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("command", [RESUME, ("eval", "run")], ids=["resume", "eval"])
-def test_nothing_is_said_of_the_same_data(command, pictures, capsys):
-    out = output_of(capsys, *command)
+def test_nothing_is_said_of_the_same_data(pictures, capsys):
+    out = output_of(capsys, *RESUME)
     said = "data: changed", "config.json: changed", "versions:", "damaged"
     assert not any(words in out for words in said)
 
@@ -334,22 +336,16 @@ def test_an_edited_config_is_reported_but_data_may_move(pictures, capsys):
     assert "config.json: changed" not in output_of(capsys, *RESUME[:-1], 4)
 
 
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize(
-    ("damage", "left"),
-    [
-        (lambda path: path.write_bytes(path.read_bytes()[:-9]), 1),
-        (lambda path: path.unlink(), 0),
-        (lambda path: path.write_text(path.read_text().replace("loss", "lost")), 2),
-    ],
-    ids=["cut", "lost", "changed"],
-)
-def test_a_damaged_log_is_reported_once(damage, left, pictures, capsys):
-    damage(pictures / "run" / "metrics.jsonl")
-    fnet_command(*RESUME)
+def test_a_damaged_log_is_reported_once(pictures, capsys):
+    run = RunFolder(pictures / "run")
+    logged, text = run.logged, run.metrics.read_text()
     said = "metrics.jsonl: damaged, lost or changed"
-    out = capsys.readouterr().out
-    assert f"run/{said}: {left} of 2 lines up to step 2 can be read; curves" in out
+    for damaged, left in ((text[:-9], 1), ("", 0), (text.replace("loss", "lost"), 2)):
+        run.metrics.write_text(damaged)
+        (line,) = run.drop_metrics_after(2, logged)
+        assert f"run/{said}: {left} of 2 lines up to step 2 can be read; curves" in line
+    fnet_command(*RESUME)
+    assert said in capsys.readouterr().out
     assert said not in output_of(capsys, *RESUME[:-1], 4)
 
 

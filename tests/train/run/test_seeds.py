@@ -1,7 +1,10 @@
 """Seeds of private runs: secret by default, and the same after a resume."""
 
+import contextlib
 import dataclasses
+import io
 import json
+import shutil
 import stat
 
 import chex
@@ -31,68 +34,63 @@ def private(workplace):
     return workplace
 
 
-def params_of(folder):
-    return final_state(folder)[0][1]
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A private run whose secret is known, and what it printed."""
+    folder, printed = tmp_path_factory.mktemp("trained"), io.StringIO()
+    (folder / "private.py").write_text(PRIVATE)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.chdir(folder)
+        patch.setattr(seeds.secrets, "token_hex", lambda n: "5a" * n)
+        fnet_command("train", "private.py", "--out", "run")
+    return folder / "run", printed.getvalue()
 
 
-@pytest.mark.slow
-def test_the_secret_is_in_no_other_file_and_only_its_owner_can_read_it(private, capsys):
-    fnet_command("train", "private.py", "--out", "run")
-    secret_file = private / "run" / "secret_seed"
+def test_the_secret_is_in_no_other_file_and_only_its_owner_can_read_it(trained):
+    run, printed = trained
+    secret_file = run / "secret_seed"
     assert stat.S_IMODE(secret_file.stat().st_mode) == 0o600
-    assert "run/secret_seed: never publish this file" in capsys.readouterr().out
+    assert "run/secret_seed: never publish this file" in printed
     secret = bytes.fromhex(secret_file.read_text())
     key, sampling = secret[:8], secret[16:]
     forms = {secret_file.read_text().strip().encode(), key, sampling}
     forms |= {str(word).encode() for word in np.frombuffer(key, np.uint32)}
     forms |= {str(int.from_bytes(sampling, "big")).encode()}
-    others = [p for p in (private / "run").rglob("*") if p.is_file() and p != secret_file]
+    others = [p for p in run.rglob("*") if p.is_file() and p != secret_file]
     assert len(others) > 10
     for path in others:
         assert not any(form in path.read_bytes() for form in forms), path
-    *_, saved_key = final_state(private / "run")[0]
+    *_, saved_key = final_state(run)[0]
     np.testing.assert_array_equal(saved_key, 0)
+    assert json.loads((run / "summary.json").read_text())["privacy"]["secret_noise"] is True
 
 
-@pytest.mark.slow
-def test_private_runs_of_one_config_differ(private):
-    for out in ("a", "b"):
-        fnet_command("train", "private.py", "--out", out, "--train.steps", 1)
-    fnet_command("train", "private.py", "--out", "c", "--train.steps", 1, *INSECURE)
-    a, b, c = (params_of(private / out) for out in "abc")
-    for other in (b, c):
-        difference = jax.tree.map(lambda x, y: np.abs(x - y).max(), a, other)
-        assert min(jax.tree.leaves(difference)) > 0
-    summary = json.loads((private / "a" / "summary.json").read_text())
-    assert summary["privacy"]["secret_noise"] is True
+def test_an_insecure_seed_is_warned_about(private):
+    config, folder = recipes.load("private.py"), RunFolder(private)
+    config = dataclasses.replace(
+        config, grad=dataclasses.replace(config.grad, insecure_noise_seed=0)
+    )
+    seeds.create_secret(folder, config)
+    assert not folder.secret_seed.exists()
+    assert seeds.describe_seeds(folder, config).startswith(
+        "NO PRIVACY: grad.insecure_noise_seed 0 "
+    )
 
 
-@pytest.mark.slow
-def test_an_insecure_seed_is_reproducible_and_warned_about(private, capsys):
-    for out in ("a", "b"):
-        fnet_command("train", "private.py", "--out", out, *INSECURE)
-    assert capsys.readouterr().out.count("NO PRIVACY: grad.insecure_noise_seed 0") == 4
-    assert not (private / "a" / "secret_seed").exists()
-    chex.assert_trees_all_equal(final_state(private / "a"), final_state(private / "b"))
-
-
-@pytest.mark.slow
-def test_a_resumed_run_has_the_same_noise_and_batches(private, monkeypatch):
+def test_a_resumed_run_has_the_same_noise_and_batches(trained, private, monkeypatch):
     monkeypatch.setattr(seeds.secrets, "token_hex", lambda n: "5a" * n)
-    fnet_command("train", "private.py", "--out", "whole")
     fnet_command("train", "private.py", "--out", "parts", "--train.steps", 2)
     monkeypatch.setattr(seeds.secrets, "token_hex", lambda n: "00" * n)
     fnet_command("train", "private.py", "--out", "parts", "--resume")
-    chex.assert_trees_all_equal(final_state(private / "whole"), final_state(private / "parts"))
-    assert_same_private_metrics(private / "whole", private / "parts")
+    chex.assert_trees_all_equal(final_state(trained[0]), final_state(private / "parts"))
+    assert_same_private_metrics(trained[0], private / "parts")
 
 
-@pytest.mark.slow
-def test_refuses_to_resume_without_the_secret(private, capsys):
-    fnet_command("train", "private.py", "--out", "run", "--train.steps", 2)
+def test_refuses_to_resume_without_the_secret(trained, private, capsys):
+    shutil.copytree(trained[0], private / "run")
     before = (private / "run" / "config.json").read_bytes()
     (private / "run" / "secret_seed").unlink()
-    assert exit_code("train", "run", "--resume", "--train.steps", 4) == 2
+    assert exit_code("train", "run", "--resume", "--train.steps", 6) == 2
     assert_one_line_error(capsys, "the secret seed of this private run is missing")
     assert (private / "run" / "config.json").read_bytes() == before
 

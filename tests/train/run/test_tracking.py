@@ -2,15 +2,14 @@
 
 import contextlib
 import io
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
-from program_cases import exit_code, fnet_command
+from PIL import Image
+from program_cases import exit_code
 from rich.console import Console
 
 from train.config import Config, Digits, Mlp, Tracking
@@ -25,33 +24,28 @@ from train.run.setup import setup
 pytestmark = pytest.mark.usefixtures("workplace")
 
 
-@pytest.mark.slow
-def test_tensorboard_has_each_line_once_after_a_resume(workplace):
+def test_tensorboard_has_each_line_and_picture(tmp_path):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c  # the files' own checksum
 
-    words = "train", "tiny.py", "--tracking.tensorboard", "--out", "r"
-    fnet_command(*words, "--train.steps", 4)
-    fnet_command(*words, "--train.steps", 8, "--resume")
-    result, pictures = {}, set()
-    for path in sorted((workplace / "r" / "tensorboard").glob("events*")):
+    Image.new("RGB", (2, 3)).save(tmp_path / "confusion.png")
+    config = Config(tracking=Tracking(tensorboard=True))
+    with tracking.tracking(config, RunFolder(tmp_path / "r"), 0) as tracker:
+        tracker.log(2, {"step": 2, "train/loss": 0.5, "test/auc": None})
+        tracker.draw(4, tmp_path / "confusion.png")
+        tracker.draw(4, tmp_path / "none.png")
+    found = {}
+    for path in (tmp_path / "r" / "tensorboard").glob("events*"):
         data = path.read_bytes()
         while data:
             length = int.from_bytes(data[:8], "little")
             assert int.from_bytes(data[8:12], "little") == masked_crc32c(data[:8])
             event = Event.FromString(data[12 : 12 + length])
             for v in event.summary.value:
-                if v.HasField("image"):
-                    pictures.add((v.tag, event.step))
-                else:
-                    result[v.tag, event.step] = v.simple_value
+                found[v.tag, event.step] = "image" if v.HasField("image") else v.simple_value
             data = data[16 + length :]
-    lines = map(json.loads, (workplace / "r" / "metrics.jsonl").read_text().splitlines())
-    expected = {(k, line["step"]): v for line in lines for k, v in line.items() if k != "step"}
-    assert result.keys() == expected.keys()
-    assert pictures == {(name, step) for name in ("confusion", "examples") for step in (4, 8)}
-    np.testing.assert_allclose([result[k] for k in expected], list(expected.values()), rtol=1e-6)
+    assert found == {("train/loss", 2): 0.5, ("confusion", 4): "image"}
 
 
 @pytest.mark.parametrize("start", [0, 4])
@@ -95,15 +89,19 @@ def wandb(monkeypatch):
     return recorded
 
 
-@pytest.mark.slow
-def test_wandb_continues_the_same_run(workplace, wandb):
-    words = "train", "tiny.py", "--tracking.wandb", "--out", "r"
-    fnet_command(*words, "--train.steps", 4)
-    fnet_command(*words, "--train.steps", 8, "--resume")
+def test_wandb_continues_the_same_run(tmp_path, wandb):
+    folder, picture = RunFolder(tmp_path / "r"), tmp_path / "examples.png"
+    folder.create()
+    folder.write_config(Config(tracking=Tracking(wandb=True)))
+    picture.touch()
+    for start in (0, 4):
+        with tracking.tracking(folder.read_config(), folder, start) as tracker:
+            tracker.log(start + 2, {"train/loss": 0.5})
+            tracker.draw(start + 4, picture)
     assert wandb.begun[0]["id"] == wandb.begun[1]["id"] != ""
-    assert wandb.begun[0]["config"]["optim.learning_rate"] == 0.05
-    assert (wandb.logged, wandb.ended) == ([2, 4, 6, 8], [(2, 0), (4, 0)])
-    assert wandb.pictures == {"confusion": 8, "examples": 8}
+    assert wandb.begun[0]["config"]["optim.learning_rate"] == 0.1
+    assert (wandb.logged, wandb.ended) == ([2, 6], [(1, 0), (2, 0)])
+    assert wandb.pictures == {"examples": 8}
 
 
 def test_wandb_records_a_failed_run(tmp_path, wandb):
@@ -136,11 +134,15 @@ def test_reports_a_tracker_that_is_not_installed(flag, module, workplace, monkey
     assert not (workplace / "r").exists()
 
 
-@pytest.mark.slow
-def test_profiles_the_given_number_of_steps(workplace, capsys):
-    fnet_command("train", "tiny.py", "--profile", 2, "--out", "r")
-    assert "profile of 2 steps in r/profile" in capsys.readouterr().out
-    names = {p.name.split(".", 1)[-1] for p in (workplace / "r" / "profile").rglob("*")}
+def test_profiles_the_given_number_of_steps(tmp_path):
+    output, add = [], jax.jit(lambda x: x + 1)
+    with contextlib.closing(Profile(2, tmp_path / "profile", 0, output.append)) as profile:
+        for step in range(1, 9):
+            with profile.step(step, None):
+                add(1.0)
+    (line,) = output
+    assert line.startswith(f"profile of 2 steps in {tmp_path}/profile;")
+    names = {p.name.split(".", 1)[-1] for p in (tmp_path / "profile").rglob("*")}
     assert any(name.endswith("xplane.pb") for name in names)
     assert any(name.endswith("json.gz") for name in names)
 

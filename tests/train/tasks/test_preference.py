@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from data_cases import error_message
-from program_cases import assert_one_line_error, exit_code, fnet_command, metrics_of, output_of
+from program_cases import assert_one_line_error, exit_code, fnet_command, initial_run
 from safetensors.numpy import load_file
 
 from tests.pretrained_folder import write_folder, write_tokenizer
@@ -184,11 +184,9 @@ def test_the_loss_is_that_of_the_formula(workplace, write, options, smoothing):
     chex.assert_trees_all_close(aux.metrics["accuracy"], (margin > 0).astype(jnp.float32))
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}])
-def test_the_odds_ratio_loss_is_that_of_trl(workplace, write, options):
+def test_the_odds_ratio_loss_is_that_of_trl(workplace, write):
     """ORPOTrainer of TRL: nll over prompt and answer, odds of mean log-likelihoods of answers."""
-    config = config_of(workplace, write, **options)
+    config = config_of(workplace, write)
     data = dataclasses.replace(config.data, objective="orpo", beta=0.3)
     run = setup(dataclasses.replace(config, data=data))
     state = run.compile_init()(jax.random.key(0))
@@ -242,12 +240,11 @@ def test_the_reference_is_computed_once_for_a_run(workplace, write, monkeypatch)
         other.task.before_batches(workplace / "reference.npz")
 
 
-TRL = {1: 0.69314718, 2: 0.64030033, 3: 0.59180206, 11: 0.35806215, 21: 0.24786471, 30: 0.20250048}
+TRL = 0.69314718, 0.64030033, 0.59180206
 """Losses of TRL 1.16.0's DPOTrainer with transformers 5.24.0: AdamW, 1e-3, no clipping, beta 0.1."""
 
 
-@pytest.mark.slow
-def test_thirty_steps_have_the_losses_of_trl(workplace, write):
+def test_three_steps_have_the_losses_of_trl(workplace, write):
     pytest.importorskip("tokenizers")
     write_folder(workplace / "llama")
     write_tokenizer(workplace / "llama" / "tokenizer.json")
@@ -259,35 +256,14 @@ def test_thirty_steps_have_the_losses_of_trl(workplace, write):
         data=PreferenceFile(path=write(pairs), test_path=write(pairs[:2], "test.jsonl"), context=32, batch_size=12),
         model=Pretrained(path="llama"),
         optim=Optim(name="adamw", learning_rate=1e-3, schedule="constant", clip_norm=None, weight_decay=0.0),
-        train=Train(steps=30),
+        train=Train(steps=3),
     )  # fmt: skip
     run = setup(config)
     run.task.before_batches(None)
     state, batches = run.compile_init()(jax.random.key(0)), run.training_batches(0)
-    losses = {}
-    for step in range(1, 31):
+    for expected in TRL:
         state, metrics = run.step(state, next(batches))
-        losses[step] = float(metrics["loss"])
-    for step, expected in TRL.items():
-        assert losses[step] == pytest.approx(expected, abs=5e-6)
-
-
-@pytest.mark.slow
-def test_a_run_learns_resumes_and_is_sampled(workplace, write, capsys):
-    config_of(workplace, write)
-    words = "--model.path", "llama", "--data.path", "data.jsonl", "--data.vocabulary", 256, "--data.context", 32, "--train.precision", "float32"  # fmt: skip
-    words += "--optim.schedule", "constant", "--optim.learning-rate", 0.01, "--optim.warmup-steps", 0, "--train.log-every", 1, "--data.batch-size", 16  # fmt: skip
-    fnet_command("train", "finetune_dpo", "--out", "whole", "--train.steps", 6, *words)
-    fnet_command("train", "finetune_dpo", "--out", "parts", "--train.steps", 3, *words)
-    fnet_command("train", "parts", "--resume", "--train.steps", 6)
-    whole = metrics_of(workplace / "whole")
-    assert metrics_of(workplace / "parts")[-1]["train/loss"] == whole[-1]["train/loss"]
-    assert whole[0]["train/loss"] == pytest.approx(np.log(2), abs=1e-5)
-    assert whole[-1]["train/loss"] < 0.6
-    assert "margin" in output_of(capsys, "eval", "whole")
-    fnet_command("sample", "whole", "--prompt", "2+1=", "--length", 3)
-    fnet_command("export", "whole")
-    assert (workplace / "whole" / "exported" / "config.json").is_file()
+        assert float(metrics["loss"]) == pytest.approx(expected, abs=5e-6)
 
 
 def test_a_network_that_is_not_pretrained_is_refused(workplace, write, capsys):
@@ -297,15 +273,10 @@ def test_a_network_that_is_not_pretrained_is_refused(workplace, write, capsys):
     assert TextFile.content != PreferenceFile.content
 
 
-def reward_config(workplace, write, **options):
-    config = config_of(workplace, write, **options)
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, objective="reward"))
-
-
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}, {"lora_rank": 2, "quantize": "int8"}])
-def test_a_reward_is_read_from_the_last_token_of_an_answer(workplace, write, options):
-    run = setup(reward_config(workplace, write, **options))
+def test_a_reward_is_read_from_the_last_token_of_an_answer(workplace, write):
+    config = config_of(workplace, write)
+    data = dataclasses.replace(config.data, objective="reward")
+    run = setup(dataclasses.replace(config, data=data))
     state = run.compile_init()(jax.random.key(0))
     batch = next(run.training_batches(0))
     losses, aux = jax.jit(run.task.loss)(state.params, state.model_state, batch, jax.random.key(0))
@@ -321,21 +292,15 @@ def test_a_reward_is_read_from_the_last_token_of_an_answer(workplace, write, opt
     margin = rewards[:, 0] - rewards[:, 1]
     np.testing.assert_allclose(aux.metrics["margin"][:3], margin, atol=1e-5)
     np.testing.assert_allclose(losses[:3], np.log1p(np.exp(-margin)), atol=1e-5)
-    if options:
-        return
     logits, _ = network.base.apply(own, {}, tokens, train=False)
     head = state.params["embedding"]["embedding"].T if "head" not in own else own["head"]["kernel"]
     np.testing.assert_allclose(logits, x @ head, atol=1e-4)
 
 
-def test_a_reward_model_trains_and_is_exported_for_transformers(workplace, write, capsys):
-    write_folder(workplace / "llama")
-    words = "--model.path", "llama", "--data.path", write(PAIRS), "--data.vocabulary", 256, "--data.context", 32, "--train.precision", "float32"  # fmt: skip
-    words += "--optim.schedule", "constant", "--optim.learning-rate", 0.01, "--optim.warmup-steps", 0, "--data.batch-size", 16  # fmt: skip
-    words += "--data.objective", "reward", "--train.steps", 8, "--train.log-every", 4
-    fnet_command("train", "finetune_dpo", "--out", "r", *words)
-    assert metrics_of(workplace / "r")[-1]["train/loss"] < 0.5
-    assert "fnet predict" not in capsys.readouterr().out
+def test_a_reward_model_is_exported_for_transformers(workplace, write, capsys):
+    config = config_of(workplace, write, lora_rank=2)
+    data = dataclasses.replace(config.data, objective="reward")
+    initial_run("r", dataclasses.replace(config, data=data))
     assert exit_code("sample", "r", "--prompt", "2+1=") == 2
     assert_one_line_error(capsys, "which generates nothing")
     assert exit_code("export", "r", "--adapters", "--out", "a") == 2

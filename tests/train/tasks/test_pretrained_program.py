@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-import shutil
 import sys
 
 import chex
@@ -12,9 +11,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from pretrained_cases import CONFIGS
 from pretrained_folder import LLAMA, VIT, write_folder, write_tokenizer
-from program_cases import assert_one_line_error, exit_code, fnet_command, metrics_of, output_of
+from program_cases import (
+    assert_one_line_error,
+    exit_code,
+    fnet_command,
+    initial_run,
+    output_of,
+)
 from safetensors.numpy import load_file
 
 import fnet
@@ -39,7 +43,6 @@ def config():
     )
 """
 LORA = "--model.lora-rank", "2"
-GEMMA4 = CONFIGS["gemma4_keys"] | {"vocab_size": 256, "vocab_size_per_layer_input": 256}
 
 
 @pytest.fixture
@@ -70,53 +73,41 @@ def test_starts_from_the_published_parameters(folder):
     assert {a.dtype for a in jax.tree.leaves(run.state_shapes.params)} == {jnp.dtype("float32")}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"quantize": "nf4", "dora": True}])
-def test_adapters_start_at_the_published_model(folder, options):
-    run = setup(config_of(folder, lora_rank=2, **options))
+def test_adapters_start_at_the_published_model(folder):
+    run = setup(config_of(folder, lora_rank=2))
     state = run.compile_init()(jax.random.key(0))
     chex.assert_trees_all_equal_shapes_and_dtypes(
         jax.eval_shape(lambda s: s, state), run.state_shapes
     )
     assert {path.rpartition("/")[2] for path in state.params} == {"kernel"}
-    frozen = state.model_state["frozen"]
     model, expected = published(folder)
     tokens = np.frombuffer(b"2+2=4 and so on", np.uint8)[None].astype(np.int32)
     logits, _ = run.task.model.apply(state.params, state.model_state, tokens, train=False)
     reference, _ = model.apply(expected, {}, tokens, train=False)
-    if options:
-        assert frozen["blocks"]["0"]["mixer"]["query"]["kernel"].codes.dtype == jnp.uint8
-        assert jnp.abs(logits - reference).max() < 0.3 * jnp.abs(reference).max()
-    else:
-        assert {a.dtype for a in jax.tree.leaves(frozen)} == {jnp.dtype("bfloat16")}
-        chex.assert_trees_all_close(logits, reference, atol=1e-5)
-    # Checkpoints hold what is trained.
-    assert "frozen" not in without_frozen(state).model_state
-    assert run.step.loss is not None
+    frozen = state.model_state["frozen"]
+    assert {a.dtype for a in jax.tree.leaves(frozen)} == {jnp.dtype("bfloat16")}
+    chex.assert_trees_all_close(logits, reference, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [(), LORA, (*LORA, "--model.quantize", "int8")])
-def test_a_resumed_run_equals_an_uninterrupted_one(folder, options):
-    fnet_command("train", "tiny.py", "--out", "whole", *options)
-    fnet_command("train", "tiny.py", "--out", "parts", "--train.steps", 2, *options)
-    fnet_command("train", "tiny.py", "--out", "parts", "--resume", *options)
-    assert metrics_of(folder / "parts") == metrics_of(folder / "whole")
-    states = []
-    for name in ("whole", "parts"):
-        with Checkpoints(folder / name / "checkpoints") as checkpoints:
-            states.append(checkpoints.restore_network())
-    assert states[0].step == states[1].step == 4
-    chex.assert_trees_all_equal(*(s.evaluation_params for s in states))
-    assert "frozen" not in states[0].model_state
-    assert sorted(p.name for p in (folder / "whole" / "model").iterdir()) == ["config.json"]
-    summary = json.loads((folder / "parts" / "summary.json").read_text())
-    errors = summary["quantization_errors"]
-    assert bool(errors) == ("int8" in options)
-    assert all(0 < error < 0.02 for error in errors.values())
+def moved(params):
+    return jax.tree.map(lambda p: p + 0.05 * jnp.sin(jnp.arange(p.size)).reshape(p.shape), params)
 
 
-@pytest.mark.slow
+def test_quantized_parameters_are_read_again_and_not_saved(folder):
+    run = setup(config_of(folder, lora_rank=2, quantize="int8"))
+    state = run.compile_init()(jax.random.key(0))
+    state = state.replace(params=moved(state.params))
+    with Checkpoints(folder / "c", 1) as checkpoints:
+        checkpoints.save(2, without_frozen(state), {})
+        checkpoints.wait()
+        assert "frozen" not in checkpoints.restore_network().model_state
+        restored = checkpoints.restore(run.state_shapes, run.task.model).state
+    chex.assert_trees_all_equal(*(s.replace(key=None) for s in (restored, state)))
+    errors = run.task.model.errors().values()
+    assert errors
+    assert all(0 < error < 0.02 for error in errors)
+
+
 def test_an_imported_model_is_a_run(folder, capsys):
     data = "--data.vocabulary", 256, "--data.path", "sums.jsonl", "--data.context", 12
     out = output_of(capsys, "import", "llama", "--out", "run", *data)
@@ -135,34 +126,25 @@ def test_an_imported_model_is_a_run(folder, capsys):
     model = fnet.interop.huggingface.build_model(LLAMA, dtype=jnp.bfloat16)
     params = jax.tree.map(lambda a: a.astype(jnp.float32), params)
     tokens = fnet.generate(model, params, {}, prompt, jax.random.key(0), 6, temperature=0.0)
-    assert text.encode().startswith(b"2+2=")
     assert text == "2+2=" + bytes(tokens[0].tolist()).decode("utf-8", "replace") + "\n"
 
-    assert "perplexity" in output_of(capsys, "eval", "run")
-    # Before the first step, any field may change.
-    fnet_command("train", "run", "--train.steps", 1, "--data.context", 16, "--resume")
-    assert RunFolder(folder / "run").read_config().data.context == 16
 
-
-@pytest.mark.slow
-def test_a_published_folder_is_sampled_as_it_is(folder, capsys):
+def test_a_published_folder_is_sampled_as_it_is(folder, capsys, monkeypatch):
     pytest.importorskip("tokenizers")
     write_tokenizer(folder / "llama" / "tokenizer.json")
     (folder / "llama" / "generation_config.json").write_text('{"num_beams": 4}')
     files = sorted(folder.rglob("*"))
-    fnet_command("sample", "llama", "--prompt", "2+2=", "--length", 6)
+    monkeypatch.setattr(fnet, "stream", lambda *_, **__: iter(()))
+    fnet_command("sample", "llama", "--prompt", "2+2=")
     printed = capsys.readouterr()
     assert printed.err == "note: generation_config.json: num_beams 4 is not applied\n"
+    assert printed.out == "2+2=\n"
     assert sorted(folder.rglob("*")) == files
-    fnet_command("import", "llama", "--out", "run")
-    capsys.readouterr()
-    assert output_of(capsys, "sample", "run", "--prompt", "2+2=", "--length", 6) == printed.out
     assert exit_code("eval", "llama") == 2
     message = "llama is a published model; make a run of it with fnet import llama --out runs/base"
     assert_one_line_error(capsys, message)
 
 
-@pytest.mark.slow
 def test_export_writes_the_published_tensors(folder, capsys):
     fnet_command("import", "llama", "--out", "run", "--data.vocabulary", 256)
     fnet_command("export", "run")
@@ -178,23 +160,15 @@ def test_export_writes_the_published_tensors(folder, capsys):
     assert_one_line_error(capsys, "run/exported is not an empty folder; give a new one")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("published", [LLAMA, GEMMA4], ids=["llama", "gemma4"])
-def test_exported_adapters_are_merged(folder, published):
-    shutil.rmtree(folder / "llama")
-    write_folder(folder / "llama", published, dtype=ml_dtypes.bfloat16)
-    fnet_command("train", "tiny.py", "--out", "run", *LORA)
-    run = RunFolder(folder / "run")
-    config = run.read_config()
-    network = setup(config).task.model
+def test_exported_adapters_are_merged(folder):
+    run = initial_run(folder / "run", config_of(folder, lora_rank=2), moved)
+    network = setup(run.read_config()).task.model
     trained = load_network(run, network)
     fnet_command("export", "run", "--out", "merged")
-    assert (folder / "merged" / "config.json").is_file()
-    fnet_command("train", "tiny.py", "--model.path", "merged", "--out", "next", "--train.steps", 1)
     tokens = np.frombuffer(b"2+2=4", np.uint8)[None].astype(np.int32)
     logits, _ = network.apply(trained.evaluation_params, trained.model_state, tokens, train=False)
     merged = load_file(folder / "merged" / "model.safetensors")
-    model, params = fnet.interop.from_huggingface(published, merged, dtype=jnp.float32)
+    model, params = fnet.interop.from_huggingface(LLAMA, merged, dtype=jnp.float32)
     expected, _ = model.apply(params, {}, tokens, train=False)
     assert jnp.abs(logits - expected).max() < 0.02 * jnp.abs(expected).max()  # bfloat16
 
@@ -216,24 +190,16 @@ def image_config(folder, num_classes):
     return Config(data=data, model=section, train=Train(steps=1))
 
 
-@pytest.mark.sweep(6)
-@pytest.mark.parametrize("num_classes", [7, 3])
-def test_images_are_classified_by_the_published_model(folder, num_classes):
-    run = setup(image_config(folder, num_classes))
+def test_images_are_classified_by_the_published_model(folder):
+    run = setup(image_config(folder, 7))
     state = run.compile_init()(jax.random.key(0))
     source = read_folder(folder / "vit")
     model, params = fnet.interop.from_huggingface(source.config, source.tensors)
     image = jax.random.normal(jax.random.key(1), (2, 16, 16, 3))
     logits, _ = run.task.model.apply(state.params, {}, image, train=False)
-    assert logits.shape == (2, num_classes)
-    if num_classes == 7:  # the model's own classifier
-        chex.assert_trees_all_equal(state.params, params)
-        expected, _ = model.apply(params, {}, image, train=False)
-        chex.assert_trees_all_close(logits, expected, atol=1e-6)
-    else:
-        assert state.params.pop("classifier")["kernel"].shape == (16, 3)
-        del params["head"]
-        chex.assert_trees_all_equal(state.params, params)
+    chex.assert_trees_all_equal(state.params, params)
+    expected, _ = model.apply(params, {}, image, train=False)
+    chex.assert_trees_all_close(logits, expected, atol=1e-6)
 
 
 def test_positions_are_interpolated_for_images_of_another_size(folder):
@@ -315,7 +281,6 @@ class Scripted:
         return jax.nn.one_hot(answer[said % 4], 7) * 9, said + 1
 
 
-@pytest.mark.slow
 def test_chat_answers_until_the_end_token(folder, capsys, monkeypatch):
     tokenizer_folder(folder / "llama")
     fnet_command("import", "llama", "--out", "run")
@@ -366,16 +331,14 @@ def test_rejects_options_of_adapters_without_adapters(folder, capsys):
     assert_one_line_error(capsys, "no parameter matches")
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}])
-def test_a_run_adds_the_balance_loss_of_experts(folder, options):
+def test_a_run_adds_the_balance_loss_of_experts(folder):
     """It counts in training, by the number of learned tokens, and not in evaluation."""
     mixtral = LLAMA | {
         "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 3,
     }  # fmt: skip
     write_folder(folder / "llama", mixtral)
     (folder / "llama" / "model.safetensors.index.json").unlink()
-    config = config_of(folder, **options)
+    config = config_of(folder)
     optim = dataclasses.replace(config.optim, expert_balance=0.5)
     plain, balanced = setup(config), setup(dataclasses.replace(config, optim=optim))
     state = plain.compile_init()(jax.random.key(0))
@@ -404,12 +367,11 @@ def test_terms_that_a_loss_has_not_are_refused(folder, capsys, words, message):
 
 
 def test_adapters_are_not_used_with_other_weights(folder, capsys):
-    fnet_command("train", "tiny.py", "--out", "run", *LORA, "--train.steps", 1)
+    initial_run(folder / "run", config_of(folder, lora_rank=2))
     path = max((folder / "llama").glob("*.safetensors"))
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
-    for command in (("train", "run", "--resume", "--train.steps", 6), ("sample", "run")):
-        assert exit_code(*command) == 2
-        assert "model.path: has other weights than those" in capsys.readouterr().err
+    assert exit_code("sample", "run") == 2
+    assert "model.path: has other weights than those" in capsys.readouterr().err
     assert not list((folder / "run").glob("damaged*"))

@@ -14,7 +14,7 @@ from train.data import evaluation_batches
 from train.data.class_table import PUBLISHED, VOID
 from train.data.label_map import LabelMap
 from train.data.segmentation_folder import SegmentationFolder
-from train.output.palette import distinct_colors, overlay_labels, palette
+from train.output.palette import overlay_labels, palette
 from train.tasks import build
 from train.tasks.scores import accuracy_by_class, iou_by_class, pixel_scores
 from train.tasks.segmentation import Views, logits_by_view, make_measure
@@ -161,15 +161,6 @@ def test_voc_has_the_colors_of_its_development_kit():
         assert row[1:] == (label, tuple(128 * a + 64 * b + 32 * c for a, b, c in bits))
 
 
-def test_colors_of_classes_are_distinct_and_neither_black_nor_white():
-    colors = distinct_colors(20).astype(int)
-    others = np.vstack([colors, [(0, 0, 0), (255, 255, 255), VOID]])
-    distance = np.abs(colors[:, None] - others).sum(-1)
-    np.fill_diagonal(distance, 1000)
-    assert distance.min() >= 90
-    chex.assert_trees_all_equal(colors[:5], distinct_colors(5).astype(int))
-
-
 def test_given_colors_come_first_in_the_palette():
     label_map = LabelMap(
         ("a", "b"), ((0, 0), (1, 1)), colors=((1, 2, 3), (4, 5, 6)), void=(7, 8, 9)
@@ -201,15 +192,3 @@ def test_refuses_data_of_another_kind(sections, message, recipes, capsys):
     assert exit_code("train", "other.py", "--out", "new") == 2
     assert_one_line_error(capsys, message)
     assert not (recipes / "new").exists()
-
-
-def test_a_backbone_can_have_the_stem_of_its_pretrained_weights():
-    def stem(**options):
-        model = DeepLab(**options).build((64, 64, 3), 5)
-        params, _ = jax.eval_shape(model.init, jax.random.key(0))
-        return {name for name in params["body"] if name.startswith("conv")}
-
-    assert stem(backbone="resnet18") == {"conv1"}
-    assert stem(backbone="resnet18", stem="3x3") == {"conv1", "conv2", "conv3"}
-    with pytest.raises(ValueError, match="stem: wider_resnet16_a2 has its own stem"):
-        stem(backbone="wider_resnet16_a2", stem="3x3")
