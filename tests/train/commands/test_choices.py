@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from data_cases import error_message
 from program_cases import (
     assert_one_line_error,
@@ -130,7 +131,6 @@ def test_long_questions_lose_their_beginning(write):
 
 
 def test_questions_begin_with_the_start_token_of_the_tokenizer(write, tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
     numbers = {"<s>": 0, "[U]": 1, "Is": 2, "it": 3, "yes": 4, "no": 5}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="[U]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -193,7 +193,6 @@ def test_a_wrong_question_names_its_line(write, questions, message):
 
 @pytest.mark.parametrize("separator", [None, "|"])
 def test_tokens_per_byte_follow_from_the_text(tmp_path, separator):
-    tokenizers = pytest.importorskip("tokenizers")
     numbers = {c: i for i, c in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
     numbers["ab"] = len(numbers)
     made = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, [("a", "b")]))
@@ -212,7 +211,6 @@ def test_tokens_per_byte_follow_from_the_text(tmp_path, separator):
 
 
 def test_tokens_per_byte_are_unknown_if_the_tokenizer_changes_the_text(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "tokenizer.json"))

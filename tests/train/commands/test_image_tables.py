@@ -48,6 +48,10 @@ TARGETS = {
 }
 
 
+PRIVATE = ("--grad.mode", "clipped", "--grad.noise-multiplier", 1, "--grad.delta", 1e-3)
+PRIVATE = (*PRIVATE, "--optim.clip-norm", "None")
+
+
 def config_of(kind="class"):
     config = recipes.load("recipe.py")
     return config.replace(data=config.data.replace(**TARGETS[kind]))
@@ -235,10 +239,14 @@ def test_a_kept_head_predicts_the_same_numbers_with_another_scaling(workplace):
         assert (heads[0]["kernel"] != heads[1]["kernel"]).all()
 
 
-def test_a_frozen_backbone_keeps_its_parameters_and_statistics(workplace, capsys):
-    config = recipes.load("recipe.py")
-    initial_run("r", config.replace(model=PreactResNet(widths=(4,), blocks_per_stage=1)))
-    flags = ("--model.name", "preact_resnet", "--model.widths", 4, "--model.blocks-per-stage", 1)
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("private", [(), PRIVATE], ids=["plain", "private"])
+def test_a_frozen_backbone_keeps_its_parameters_and_statistics(workplace, capsys, private):
+    norm = "group" if private else "abn"
+    model = PreactResNet(widths=(4,), blocks_per_stage=1, norm=norm)
+    initial_run("r", recipes.load("recipe.py").replace(model=model))
+    flags = "--model.norm", norm, *private
+    flags += ("--model.name", "preact_resnet", "--model.widths", 4, "--model.blocks-per-stage", 1)
     flags += ("--model.pretrained", "r", "--optim.freeze-backbone", "--optim.weight-decay", 0.1)
     fnet_command("train", "recipe.py", "--out", "s", *flags)
     networks = []

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from image_cases import write_class_folders
 from matplotlib import image as pictures
 from program_cases import assert_one_line_error, exit_code, initial_run, output_of
@@ -73,7 +74,6 @@ def test_a_stop_text_ends_the_text_and_is_not_printed(stop, printed, monkeypatch
 
 def test_samples_with_a_tokenizer(recipes, capsys):
     """It has one token per word and one for unknown words."""
-    tokenizers = pytest.importorskip("tokenizers")
     words = ["to", "be", "or", "not", "that", "is", "the", "question"]
     vocabulary = {word: i for i, word in enumerate([*words, ",", "[UNK]"])}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))

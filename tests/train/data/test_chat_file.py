@@ -9,6 +9,7 @@ import fsspec
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from data_cases import error_message, take_batches
 
 from train.config import ChatFile, Clipped, Config, LanguageModel, Train
@@ -527,7 +528,6 @@ def test_bad_parquet_files_are_one_line(load, parquet):
 @pytest.fixture
 def tokenizer(tmp_path):
     """Folder of a tokenizer of bytes and a few words, with special tokens and a template."""
-    tokenizers = pytest.importorskip("tokenizers")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     numbers = {c: i for i, c in enumerate([*alphabet, "No", "Ġa", "ab"])}
     made = tokenizers.Tokenizer(
@@ -603,7 +603,6 @@ def test_the_end_of_an_answer_is_learned_or_reported(
 
 
 def test_a_symbol_without_a_token_names_its_line(load, tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
     made.save(str(tmp_path / "tokenizer.json"))
     message = error_message(load, [{"text": "ab"}, {"text": "a☃"}], tokenizer=str(tmp_path))

@@ -1,6 +1,5 @@
 """Files that somebody wrote to harm are refused in one line, within limits of memory and time."""
 
-import importlib.util
 import io
 import json
 import os
@@ -61,8 +60,6 @@ def wide_limits_of_the_process(monkeypatch):
     ],
 )
 def test_json_of_others(kind, document, tmp_path):
-    if kind == "tokenizer.json" and not importlib.util.find_spec("tokenizers"):
-        pytest.skip("needs tokenizers")
     is_annotation = kind in ("coco.json", "labelme.json")
     (hostile_files.write_annotated if is_annotation else hostile_files.write_model)(tmp_path)
 
@@ -76,7 +73,6 @@ def test_json_of_others(kind, document, tmp_path):
 
 
 def test_a_large_tokenizer_may_not_make_more_tokens_than_fit(tmp_path, monkeypatch):
-    pytest.importorskip("tokenizers")
     monkeypatch.setattr(limits, "CODE_MEMORY", limits.CODE_MEMORY._replace(value=10**8))
     long = {"type": "Prepend", "prepend": "a" * 10**6}
     path = tmp_path / "tokenizer.json"

@@ -217,13 +217,12 @@ MISTAKES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "message"), MISTAKES)
-def test_refuses_unknown_and_contradictory_classes(options, message):
-    masks = options.pop("masks")
-    with pytest.raises(UserError) as caught:
-        decide(*masks, **options)
-    options["masks"] = masks
-    assert message in str(caught.value)
+def test_refuses_unknown_and_contradictory_classes():
+    for given, message in MISTAKES:
+        options = dict(given)
+        with pytest.raises(UserError) as caught:
+            decide(*options.pop("masks"), **options)
+        assert message in str(caught.value)
 
 
 GRAYS = (0, 1, 2, 3, 128, 255)
@@ -308,6 +307,28 @@ def read_elsewhere(label_map, *masks, rows=(), **options):
     config = SegmentationFolder(**options)
     other, notes = translate(config, label_map, rows, "classes.txt", samples)
     return [other.labels(mask)[0].tolist() for mask in masks], notes
+
+
+def test_masks_elsewhere_mean_what_their_own_table_says():
+    rows = (Row("a"), Row("b"), Row("c"))
+    label_map = decide(gray(0, 128, 255), rows=rows, mask_values=(0, 128, 255))
+    assert read_elsewhere(label_map, gray(0, 128, 255)) == ([[0, 1, 2]], [])
+    with pytest.raises(UserError, match="has names alone, and its rows do not count as the values"):
+        read_elsewhere(label_map, gray(0, 1, 2), rows=(Row("a"), Row("c"), Row("b")))
+    valued = (Row("a", 0), Row("b", 160), Row("c", 80), Row("void", 9))
+    found = read_elsewhere(label_map, gray(0, 80, 160, 9), rows=valued, mask_values=(0, 128, 255))
+    assert found == ([[0, 2, 1, 255]], [])
+    numbered = decide(gray(0, 1, 2), rows=rows)
+    assert read_elsewhere(numbered, gray(0, 1), rows=rows[:2]) == ([[0, 1]], [])
+    plain = decide(gray(0, 1), classes=2)
+    note = ["the classes of the run have no names, so that classes.txt is not used"]
+    assert read_elsewhere(plain, gray(0, 1), rows=rows[:2]) == ([[0, 1]], note)
+    with pytest.raises(UserError, match=r"classes\.txt has the class d, but the run has a, b, c; "):
+        read_elsewhere(numbered, gray(0), rows=(Row("d", 0), Row("a", 1)))
+    ignoring = decide(gray(0, 1, 2, 255), rows=rows, ignore=(255,))
+    assert read_elsewhere(ignoring, gray(5, 7, 255), rows=(Row("b", 5), Row("a", 7)))[0] == [
+        [1, 0, 255]
+    ]
 
 
 def test_masks_elsewhere_are_read_as_those_of_the_run_if_they_can_be():
@@ -436,47 +457,48 @@ TABLES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", TABLES)
-def test_reads_class_tables_of_several_kinds(text, tmp_path):
-    (tmp_path / "classes.csv").write_text(text)
-    assert list(read_table(tmp_path / "classes.csv")) == TABLES[text]
-    rows, source = find_table(None, tmp_path, None)
-    assert (list(rows), source) == (TABLES[text], str(tmp_path / "classes.csv"))
+def test_reads_class_tables_of_several_kinds(tmp_path):
+    path = tmp_path / "classes.csv"
+    for text, rows in TABLES.items():
+        path.write_text(text)
+        assert list(read_table(path)) == rows, text
+        found, source = find_table(None, tmp_path, None)
+        assert (list(found), source) == (rows, str(path)), text
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("a,b\nc,d\n", "no column name in its first line, a,b"),
-        ("name,r,g,b\nx,1,2\n", "3 columns instead of 4 in x,1,2"),
-        ("a\na\n", "the name a is there twice"),
-        ("name,value\na,1\nb,1\n", "the value 1 is there twice"),
-        ("a,1,2,300\n", "the color 1 2 300 is not of three integers from 0 to 255, or #rrggbb"),
-        ("a,1,2,3,4\nb,5,6,7,8\n", "no column name in its first line, a,1,2,3,4, and the lines"),
-        ("1 255 0 0 a\n0 0 0 0 b\n", "no column name in its first line, 1 255 0 0 a"),
-        ("a,1,2\nb,5,6\n", "no column name in its first line, a,1,2"),
-        ("a,1\nb\n", "no column name in its first line, a,1"),
-        ("a\n\nb\n", "data.class_table: line 2 of .* is empty; expected a class name"),
-        ("name,r,g,b\na,1,2,3\n,,,\nb,1,2,4\n", "line 3 of .* is empty"),
-        ("2 cat\n1 dog\n", "each line has a number, as 2 cat, which may be a value or part of the"),
-        ("type 1\ntype 2\n", "each line has a number, as type 1, which may be a value or part"),
-        ('a\n"b\n', "line 2 of .*: unexpected end of data"),
-        ("class,r,g,b\n1,1,2,3\n2,4,5,6\n", "its names are numbers, 1, 2, but not 0, 1, ...; na"),
-        ("2\n1\n0\n", "its names are numbers, 2, 1, 0, but not 0, 1, ...; name each value"),
-        ("name,color\na,red\n", "the color red is not of three integers"),
-        ("name,value,id\na,1,2\n", "its columns value and id mean the same; leave one out"),
-        ("name,r,g\na,1,2\n", "it has some of r, g and b, but not all: name, r, g"),
-        ("name,x\na,1\nb,2\n", "its column x may hold the value of each class; call it value"),
-        ("name,x\na,ff0000\nb,00ff00\n", "its column x may hold the color of each class"),
-        ("name,value\na,1\nb,-1\n", "the class b has the value -1; call it void, or change it"),
-        ("name,value\na,1\nb,70000\n", "the value 70000 is not from -32,768 to 65,535"),
-        ("name,value\na,x\n", "'x' is not an integer"),
-    ],
-)
-def test_refuses_damaged_class_tables(text, problem, tmp_path):
-    (tmp_path / "t.csv").write_text(text)
-    with pytest.raises(UserError, match=problem):
-        read_table(tmp_path / "t.csv")
+DAMAGED = [
+    ("a,b\nc,d\n", "no column name in its first line, a,b"),
+    ("name,r,g,b\nx,1,2\n", "3 columns instead of 4 in x,1,2"),
+    ("a\na\n", "the name a is there twice"),
+    ("name,value\na,1\nb,1\n", "the value 1 is there twice"),
+    ("a,1,2,300\n", "the color 1 2 300 is not of three integers from 0 to 255, or #rrggbb"),
+    ("a,1,2,3,4\nb,5,6,7,8\n", "no column name in its first line, a,1,2,3,4, and the lines"),
+    ("1 255 0 0 a\n0 0 0 0 b\n", "no column name in its first line, 1 255 0 0 a"),
+    ("a,1,2\nb,5,6\n", "no column name in its first line, a,1,2"),
+    ("a,1\nb\n", "no column name in its first line, a,1"),
+    ("a\n\nb\n", "data.class_table: line 2 of .* is empty; expected a class name"),
+    ("name,r,g,b\na,1,2,3\n,,,\nb,1,2,4\n", "line 3 of .* is empty"),
+    ("2 cat\n1 dog\n", "each line has a number, as 2 cat, which may be a value or part of the"),
+    ("type 1\ntype 2\n", "each line has a number, as type 1, which may be a value or part"),
+    ('a\n"b\n', "line 2 of .*: unexpected end of data"),
+    ("class,r,g,b\n1,1,2,3\n2,4,5,6\n", "its names are numbers, 1, 2, but not 0, 1, ...; na"),
+    ("2\n1\n0\n", "its names are numbers, 2, 1, 0, but not 0, 1, ...; name each value"),
+    ("name,color\na,red\n", "the color red is not of three integers"),
+    ("name,value,id\na,1,2\n", "its columns value and id mean the same; leave one out"),
+    ("name,r,g\na,1,2\n", "it has some of r, g and b, but not all: name, r, g"),
+    ("name,x\na,1\nb,2\n", "its column x may hold the value of each class; call it value"),
+    ("name,x\na,ff0000\nb,00ff00\n", "its column x may hold the color of each class"),
+    ("name,value\na,1\nb,-1\n", "the class b has the value -1; call it void, or change it"),
+    ("name,value\na,1\nb,70000\n", "the value 70000 is not from -32,768 to 65,535"),
+    ("name,value\na,x\n", "'x' is not an integer"),
+]
+
+
+def test_refuses_damaged_class_tables(tmp_path):
+    for text, problem in DAMAGED:
+        (tmp_path / "t.csv").write_text(text)
+        with pytest.raises(UserError, match=problem):
+            read_table(tmp_path / "t.csv")
 
 
 def test_finds_published_tables_and_names_missing_files(tmp_path):

@@ -6,6 +6,7 @@ import os
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
 from train.config import Clipped, Config, LanguageModel, TextFile
 from train.data import num_examples
@@ -155,11 +156,6 @@ def test_refuses_missing_texts():
 
 
 @pytest.fixture
-def tokenizers():
-    return pytest.importorskip("tokenizers")
-
-
-@pytest.fixture
 def save_and_load(tmp_path):
     """``save_and_load(tokenizer)`` loads a tokenizer through its file."""
 
@@ -170,7 +166,7 @@ def save_and_load(tmp_path):
     return read
 
 
-def test_refuses_symbols_that_a_tokenizer_would_drop(tokenizers, save_and_load):
+def test_refuses_symbols_that_a_tokenizer_would_drop(save_and_load):
     pairs = tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])
     tokenizer = save_and_load(tokenizers.Tokenizer(pairs))
     assert tokenizer.encode("abba").tolist() == [2, 1, 0]
@@ -182,9 +178,7 @@ def test_refuses_symbols_that_a_tokenizer_would_drop(tokenizers, save_and_load):
     ("unknown", "reason"),
     [(2, "has no token for some of 'axb'"), (None, "cannot encode 'axb': .*`unk_id` is missing")],
 )
-def test_refuses_symbols_that_a_unigram_model_does_not_know(
-    unknown, reason, tokenizers, save_and_load
-):
+def test_refuses_symbols_that_a_unigram_model_does_not_know(unknown, reason, save_and_load):
     scores = [("a", -1.0), ("b", -1.0), ("<unk>", -2.0)]
     made = tokenizers.Tokenizer(tokenizers.models.Unigram(scores, unknown, False))
     tokenizer = save_and_load(made)
@@ -193,14 +187,14 @@ def test_refuses_symbols_that_a_unigram_model_does_not_know(
         tokenizer.encode("axb")
 
 
-def test_the_vocabulary_size_follows_from_the_largest_token(tokenizers, save_and_load):
+def test_the_vocabulary_size_follows_from_the_largest_token(save_and_load):
     words = tokenizers.models.WordLevel({"a": 0, "b": 300}, unk_token="a")
     tokenizer = save_and_load(tokenizers.Tokenizer(words))
     assert tokenizer.vocab_size == 301
     assert tokenizer.encode("b").tolist() == [300]
 
 
-def test_ignores_truncation_and_padding_of_the_tokenizer(tokenizers, save_and_load):
+def test_ignores_truncation_and_padding_of_the_tokenizer(save_and_load):
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "[PAD]": 2}))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.enable_truncation(3)
@@ -210,7 +204,7 @@ def test_ignores_truncation_and_padding_of_the_tokenizer(tokenizers, save_and_lo
     assert encode("b").tolist() == [1]
 
 
-def test_a_prompt_has_the_start_but_not_the_end_tokens(tokenizers, save_and_load):
+def test_a_prompt_has_the_start_but_not_the_end_tokens(save_and_load):
     parts = tokenizers.processors
     numbers = {"<s>": 0, "</s>": 1, "a": 2, "\u0120": 3}  # the last one is a space
     made = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, []))

@@ -183,9 +183,59 @@ FILES = (
 
 
 def cases():
-    """Each file with one command and one damage, in turn; others are of single readers, above."""
-    some = itertools.cycle(("cut", "gone", "values -1", "zero", "pipe"))
-    return [*zip(itertools.cycle(COMMANDS), FILES, some, strict=False)]
+    """Each damage of each file, with the commands in turn."""
+    pairs = [(file, damage) for damage in damages() for file in FILES]
+    names = [*COMMANDS] * 2 + [*COMMANDS][:1]  # 13, so that each file meets each command
+    return [(names[i % len(names)], *pair) for i, pair in enumerate(pairs)]
+
+
+IMAGES = "--data.source", "image_folder", "--data.path", "data", "--data.image-size", 8
+PRIVATE = "--grad.mode", "clipped", "--grad.noise-multiplier", 1, "--grad.delta", 1e-4
+OTHER_RUNS = {
+    "private": (
+        ("digits_mlp", *PRIVATE, "--train.steps", 2),
+        ("train", "r", "--resume", "--train.steps", 3),
+        ("secret_seed", "private/data.json"),
+    ),
+    "folds": (
+        ("digits_mlp", "--folds", 2, *IMAGES, "--data.batch-size", 2, "--train.steps", 2),
+        ("train", "r/fold_1/config.json", "--folds", 2, "--out", "r", "--resume"),
+        ("folds.json", "fold_2/data.json"),
+    ),
+    "images": (
+        ("digits_diffusion", "--train.steps", 2, "--model.width", 16, "--model.blocks", 1),
+        ("sample", "r", "--out", "s.png", "--seed", 3),
+        ("config.json", "data.json", "checkpoints/2/state/_METADATA"),
+    ),
+}
+"""Runs of other kinds: their training, a command on them, and the files that it reads."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "file", "damage"),
+    [(kind, f, d) for d in damages() for kind, (*_, files) in OTHER_RUNS.items() for f in files],
+)
+def test_a_damaged_run_of_another_kind_has_a_result_or_one_line(
+    kind, file, damage, workplace, tmp_path_factory, capsys
+):
+    training, command, _ = OTHER_RUNS[kind]
+    for i in range(8):
+        write_image(workplace / "data" / "ab"[i % 2] / f"{i}.png", i, (8, 8))
+    shelf = tmp_path_factory.getbasetemp() / f"run of {kind}"
+    if not shelf.exists():
+        fnet_command("train", *training, "--out", "r")
+        shutil.copytree("r", shelf)
+        shutil.rmtree("r")
+    shutil.copytree(shelf, "r")
+    damages()[damage](Path("r", file))
+    capsys.readouterr()
+    try:
+        fnet_command(*command)
+    except SystemExit:
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("fnet: "), error
+        assert Path(file).name.partition(".")[0] in error or "r/" in error or " r " in error
 
 
 def result_of(command):
@@ -219,6 +269,7 @@ def results(workplace, finished_run, tmp_path_factory):
     return pickle.loads(shelf.read_bytes())
 
 
+@pytest.mark.sweep(107)
 @pytest.mark.parametrize(("command", "file", "damage"), cases())
 def test_a_command_on_a_damaged_run_has_the_right_result_or_one_line(
     command, file, damage, results, capsys

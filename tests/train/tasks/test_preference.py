@@ -90,7 +90,6 @@ def test_pairs_of_chats_in_every_form(write, workplace, record):
 
 
 def test_pairs_tell_that_the_end_of_an_answer_is_not_learned(write, workplace):
-    pytest.importorskip("tokenizers")
     write_tokenizer(workplace / "tokenizer.json")
     (workplace / "t.jinja").write_text(TEMPLATE)
     record = {"prompt": "Hi", "chosen": [YES], "rejected": [NO]}
@@ -245,7 +244,6 @@ TRL = 0.69314718, 0.64030033, 0.59180206
 
 
 def test_three_steps_have_the_losses_of_trl(workplace, write):
-    pytest.importorskip("tokenizers")
     write_folder(workplace / "llama")
     write_tokenizer(workplace / "llama" / "tokenizer.json")
     tokenizer = json.loads((workplace / "llama" / "tokenizer.json").read_text())

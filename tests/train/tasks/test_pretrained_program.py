@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers
 from pretrained_folder import LLAMA, VIT, write_folder, write_tokenizer
 from program_cases import (
     assert_one_line_error,
@@ -130,7 +131,6 @@ def test_an_imported_model_is_a_run(folder, capsys):
 
 
 def test_a_published_folder_is_sampled_as_it_is(folder, capsys, monkeypatch):
-    pytest.importorskip("tokenizers")
     write_tokenizer(folder / "llama" / "tokenizer.json")
     (folder / "llama" / "generation_config.json").write_text('{"num_beams": 4}')
     files = sorted(folder.rglob("*"))
@@ -253,7 +253,6 @@ def test_a_moved_model_is_one_line(folder, capsys, words):
 
 def tokenizer_folder(path):
     """Give a model a tokenizer of words, a chat template and generation settings."""
-    tokenizers = pytest.importorskip("tokenizers")
     words = ["<unk>", "<end>", "<user>", "<bot>", "hello", "you", "there"]
     vocab = {word: i for i, word in enumerate(words)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
