@@ -90,6 +90,7 @@ def test_five_steps_equal_mean(optimizer):
         chex.assert_trees_all_equal(fused[0].opt_state, plain[0].opt_state)
 
 
+@pytest.mark.slow
 def test_checkpointed_layers_with_statistics_dropout_and_ema_equal_mean():
     def checkpointed(layer):
         def apply(params, state, x, *, key=None, train):

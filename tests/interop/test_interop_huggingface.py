@@ -248,6 +248,7 @@ def test_a_share_of_rotated_features_is_refused_where_transformers_ignores_it():
         build_model(CONFIGS["qwen3"] | {"partial_rotary_factor": 0.5})
 
 
+@pytest.mark.slow
 def test_experts_may_be_one_tensor():
     name = "qwen3_5_moe"
     _, _, tensors = loaded(name)

@@ -74,6 +74,7 @@ def test_gradients_are_not_materialized():
     assert temporaries < 64 * params["w"].nbytes / 8
 
 
+@pytest.mark.slow
 def test_arguments_by_number():
     def weighted(x, scale, w, b, y):
         return loss({"w": w, "b": b}, x, y, scale)
@@ -106,6 +107,7 @@ def test_bounds_may_be_a_prefix_of_params():
     np.testing.assert_allclose(gradient.sensitivity(), 2**0.5)
 
 
+@pytest.mark.slow
 def test_users_with_several_examples():
     users = X.reshape(2, 3, 4), Y.reshape(2, 3)
     gradient = clipped_grad(loss, batch_argnums=(1, 2), keep_batch_dim=False, l2_clip_norm=0.1)
@@ -202,6 +204,7 @@ def test_sums_on_a_grid_are_those_of_rounded_gradients():
     assert gradient.sensitivity() == 1000.0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_sums_on_a_grid_are_within_the_bound():
     gradient = jax.jit(clipped_grad(loss, **GRID))

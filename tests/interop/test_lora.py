@@ -531,6 +531,7 @@ def test_a_skipped_step_keeps_frozen_weights_in_place():
     np.testing.assert_array_equal(state.model_state["frozen"]["kernel"], before)
 
 
+@pytest.mark.slow
 def test_clipping_finds_the_factors_by_ghost_norms(monkeypatch):
     monkeypatch.setattr(parameter_gradients, "_MATERIALIZED", 0.25)  # small ones count as large
     params, _ = MODEL.init(new_key())
@@ -552,6 +553,7 @@ def test_clipping_finds_the_factors_by_ghost_norms(monkeypatch):
         assert_clipped_like_a_loop(Case(losses, adapters, (x,)), tolerance=1e-4)
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_sharded_and_gathered_where_they_are_used():
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     params, _ = MODEL.init(new_key())

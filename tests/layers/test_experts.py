@@ -101,6 +101,7 @@ def mean_of_rows(layer):
     return loss
 
 
+@pytest.mark.slow
 def test_no_loss_depends_on_other_examples():
     layer, params = built(**CASES["normalized"])
     loss, x, key = mean_of_rows(layer), inputs(), jax.random.key(2)

@@ -190,6 +190,7 @@ def test_packed_documents_have_the_losses_of_separate_rows():
     assert jnp.abs(logits).max() <= 3.0
 
 
+@pytest.mark.slow
 def test_learned_positions_decode():
     model = small_model(positions=9, tied=False, variant=SCALED._replace(logit_soft_cap=5.0))
     params, _ = model.init(jax.random.key(0))

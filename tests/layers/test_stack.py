@@ -88,6 +88,7 @@ def test_evaluation_does_not_update_contexts():
     assert jnp.abs(stack.apply(params, other, tokens(), train=False)[0] - y).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["one_norm", "two_norms"])
 def test_parallel_blocks_read_their_input(parallel):
     mixer, mlp = layers.attention(8, 2, causal=True), layers.feed_forward(8, 12)
@@ -111,6 +112,7 @@ def test_parallel_blocks_read_their_input(parallel):
     chex.assert_trees_all_close(last, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_padding_does_not_enter_a_context():
     stack, params, state = made()
     mask = jnp.broadcast_to(jnp.arange(12) < 7, (2, 12))

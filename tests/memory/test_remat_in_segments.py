@@ -153,6 +153,7 @@ def test_flops_grow_by_less_than_one_forward_pass():
     assert flops(chain) < flops(remat_in_segments(chain)) < 4 / 3 * flops(chain)
 
 
+@pytest.mark.slow
 def test_policy_dots_repeats_no_product():
     products = (3 * DEPTH - 1) * 2 * BATCH * WIDTH**2
     repeated = flops(REMAT_POLICIES["dots"].apply(chain)) - flops(chain)

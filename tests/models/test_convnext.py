@@ -71,6 +71,7 @@ def test_a_feed_forward_layer_rematerializes_its_hidden_norm():
     assert bytes_saved(hidden_norm=global_response_norm(16)) == bytes_saved() > 0
 
 
+@pytest.mark.slow
 def test_stochastic_depth_skips_blocks_of_whole_images():
     model = models.get(
         "convnext", **SMALL | {"layer_scale": None, "stochastic_depth": 0.9, "patch": 4}

@@ -108,6 +108,7 @@ def test_prediction_depends_on_timestep_and_label():
     chex.assert_trees_all_close(y[4], y[0], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_computes_in_the_dtype_of_the_images():
     model, params, state = build_randomized()
     y, updated = run(

@@ -202,6 +202,7 @@ def test_stream_rejects_empty_prompt_and_bidirectional_model():
         next(fnet.stream(undecodable, {}, {}, tokens(3), jax.random.key(0), 4))
 
 
+@pytest.mark.slow
 def test_cache_is_updated_in_place():
     model, params, state = build("attention", "mamba")
     carry = tokens(503), jax.eval_shape(lambda: model.decode.init_cache(2, 503))

@@ -162,6 +162,7 @@ def test_images_are_scored_as_they_are_without_mixing(tmp_path, monkeypatch):
     assert (seen["data"].mixup, seen["data"].cutmix) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_run_without_records_is_scored_for_its_test_loss(trained, monkeypatch, capsys):
     words = "attribute", trained, "--queries", "20", "--method", "tracin"
     fnet_command(*words)

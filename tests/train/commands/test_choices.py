@@ -219,6 +219,7 @@ def test_tokens_per_byte_are_unknown_if_the_tokenizer_changes_the_text(tmp_path)
     assert data.load().tokens_per_byte() is None
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_on_text_and_on_questions(workplace, capsys):
     lines = [json.dumps({"prompt": f"{i}? ", "answer": "yes" * (i % 4 + 1)}) for i in range(40)]
     (workplace / "data.jsonl").write_text("\n".join(lines))

@@ -40,6 +40,7 @@ begun = pytest.fixture(vision_cases.begun)
 MODEL = Mlp(hidden=(8,))
 
 
+@pytest.mark.slow
 def test_eval_prints_and_writes_the_accuracy_of_each_class(saved, recipes, capsys):
     run = saved("colours")
     config = run / "config.json"
@@ -70,6 +71,7 @@ def test_eval_prints_and_writes_the_accuracy_of_each_class(saved, recipes, capsy
     assert before == {path: path.read_bytes() for path in before}
 
 
+@pytest.mark.slow
 def test_eval_prints_and_writes_the_iou_of_each_class(saved, capsys):
     run = saved("halves")
     output = output_of(capsys, "eval", run)

@@ -102,6 +102,7 @@ def captions(monkeypatch):
     return drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TARGETS)
 def test_each_kind_of_target_is_evaluated_and_predicted(workplace, kind, captions):
     folder = initial_run("r", config_of(kind))
@@ -215,6 +216,7 @@ def test_a_run_ends_when_its_metric_gets_no_better_and_resumes_alike(
     assert_one_line_error(capsys, "checkpoint.metric: no test metric f1")
 
 
+@pytest.mark.slow
 def test_a_kept_head_predicts_the_same_numbers_with_another_scaling(workplace):
     table = (workplace / "labels.csv").read_text().splitlines()
     larger = [f"{line},{int(line.split(',')[-1]) * 100 + 5000}" for line in table[1:]]

@@ -78,6 +78,7 @@ def test_a_budget_that_the_plain_step_meets_is_said(capsys):
     assert "Ways to train" not in printed
 
 
+@pytest.mark.slow
 def test_plans_within_a_budget(workplace, capsys):
     plain = planning.compile_step(setup(recipes.load("deep.py"))).executable.report.peak.total
     budget = int(0.7 * plain)
@@ -112,6 +113,7 @@ def test_the_reserve_includes_prefetched_batches():
     assert sizes[1] - sizes[0] == 5 * 128 * row
 
 
+@pytest.mark.slow
 def test_the_plan_for_the_largest_batch_fits_the_target(workplace, monkeypatch):
     here = Target("here", jax.local_devices()[0], 1_000_000, KEEP_REMAT)
     monkeypatch.setattr("train.commands.memory.target_of", lambda given, count: here)
@@ -121,6 +123,7 @@ def test_the_plan_for_the_largest_batch_fits_the_target(workplace, monkeypatch):
     assert result["predictions"][0]["seconds_per_step"] is None  # of a device of unknown rates
 
 
+@pytest.mark.slow
 def test_compares_several_targets_with_a_mesh(workplace, monkeypatch, capsys):
     def describe(name, count):
         bytes_, rate = {"small": (100_000, 1e9), "large": (10_000_000, 1e12)}[name]

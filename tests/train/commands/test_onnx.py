@@ -200,6 +200,7 @@ def write_odd_pictures(folder):
     return sorted(map(str, folder.iterdir()))
 
 
+@pytest.mark.slow
 def test_onnxruntime_predicts_odd_pictures_as_the_command(workplace, capsys):
     (workplace / "colours.py").write_text(vision_cases.RECIPES["colours"])
     vision_cases.write_colours(workplace / "colours")

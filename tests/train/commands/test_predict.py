@@ -101,6 +101,7 @@ def test_predicted_masks_hold_the_values_of_the_users_masks(name, tmp_path):
     np.testing.assert_array_equal(mask.values, label_map.mask_values()[labels])
 
 
+@pytest.mark.slow
 def test_masks_have_the_size_of_the_image_and_are_accurate(run_of, recipes, capsys):
     run = run_of("halves")
     names = [f"{i:02}" for i in range(15)]

@@ -39,6 +39,7 @@ def recipes(workplace):
     return workplace
 
 
+@pytest.mark.slow
 def test_continues_a_prompt_that_is_not_utf_8_without_the_training_text(recipes, capsys):
     initial_run("text", TEXT)
     (recipes / "text.txt").unlink()
@@ -72,6 +73,7 @@ def test_a_stop_text_ends_the_text_and_is_not_printed(stop, printed, monkeypatch
     assert output_of(capsys, "sample", "text", "--prompt", "ab", *flags) == f"{printed}\n"
 
 
+@pytest.mark.slow
 def test_samples_with_a_tokenizer(recipes, capsys):
     """It has one token per word and one for unknown words."""
     words = ["to", "be", "or", "not", "that", "is", "the", "question"]
@@ -95,6 +97,7 @@ def test_samples_with_a_tokenizer(recipes, capsys):
     assert "data.tokenizer: no file words.json" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_images(rendered, capsys):
     folder = initial_run("images", IMAGES)
 

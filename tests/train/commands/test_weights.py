@@ -109,6 +109,7 @@ def test_exporting_and_importing_keeps_the_metrics(trained, place, capsys):
     chex.assert_trees_all_equal(load_file("again.safetensors"), load_file(place / "trained/weights.safetensors"))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_training_from_imported_weights_equals_training_from_the_same_initial_values(
     trained, place
 ):
@@ -217,6 +218,7 @@ def test_a_run_starts_from_another_run(trained):
     chex.assert_trees_all_equal(state.model_state, saved.model_state)
 
 
+@pytest.mark.slow
 def test_an_exported_program_computes_the_logits_for_any_batch_size(trained, capsys):
     path = output_of(capsys, "export", "trained", "--format", "stablehlo").strip()
     config = RunFolder(trained).read_config()
@@ -254,6 +256,7 @@ def test_exported_metadata_describe_the_network(trained, capsys):
     assert {name: recorded[name] for name in expected} == expected
 
 
+@pytest.mark.slow
 def test_what_the_arrays_of_timm_do_not_show_is_noted(place, capsys):
     """Epsilon and padding."""
     Path("model").mkdir()

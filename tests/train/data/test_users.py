@@ -314,6 +314,7 @@ def digits_of_writers(workplace):
     return workplace
 
 
+@pytest.mark.slow
 def test_a_run_accounts_for_users(digits_of_writers):
     privacy = setup(recipes.load("users.py")).privacy
     assert (privacy.unit, privacy.sampling.probability) == ("user", 20 / WRITERS)

@@ -164,6 +164,7 @@ def test_restores_the_checkpoint_before_a_damaged_one(damage, run, capsys):
     assert (run / "damaged_checkpoint_8").is_dir()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_before_a_damaged_checkpoint(run, capsys):
     flip(run / "checkpoints" / "8")
     expected = (run / "metrics.jsonl").read_text().splitlines()[-1]
@@ -370,6 +371,7 @@ def failing(tmp_path, monkeypatch):
     return checkpoints
 
 
+@pytest.mark.slow
 def test_saved_and_restored_states_can_be_donated(tmp_path):
     @partial(jax.jit, donate_argnums=0)
     def step(params):

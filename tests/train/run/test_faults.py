@@ -101,6 +101,7 @@ def test_reports_the_layer_of_a_nonfinite_gradient(tmp_path):
     chex.assert_tree_all_finite(state.params)
 
 
+@pytest.mark.slow
 def test_reports_a_nonfinite_parameter_and_does_not_save_it(
     workplace, finished_run, monkeypatch, capsys
 ):

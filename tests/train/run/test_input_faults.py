@@ -146,6 +146,7 @@ def test_a_killed_worker_ends_the_run_without_losing_a_step(
     assert_resumes(workplace, undisturbed, capsys, saved_step(out))
 
 
+@pytest.mark.slow
 def test_vanishing_files_are_skipped_or_end_the_run_without_losing_a_step(
     workplace, images, undisturbed, monkeypatch, capsys
 ):
@@ -171,6 +172,7 @@ def test_vanishing_files_are_skipped_or_end_the_run_without_losing_a_step(
     assert summary["unreadable_files"] == 1
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_wait_for_a_batch(workplace, images, undisturbed, monkeypatch, capsys):
     decode = image_batches.decode
     calls = []

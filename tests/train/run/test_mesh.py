@@ -60,6 +60,7 @@ def test_losses_and_states_equal_those_of_one_device(alone):
     chex.assert_trees_all_close(arrays(state), arrays(alone[1]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_each_device_holds_its_shard():
     config = dataclasses.replace(
         CONFIG, model=configs.Mlp(hidden=(256, 256)), data=configs.Digits(batch_size=512)
@@ -113,6 +114,7 @@ def test_evaluation_gathers_parameters_where_it_uses_them():
     assert peaks[configs.Mesh(fsdp=4)] <= peaks[configs.Mesh(data=4)] + 2 * block
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_depend_on_devices(alone):
     result = []
     for run in (on(configs.Mesh()), on(configs.Mesh(data=2, fsdp=2))):
@@ -124,6 +126,7 @@ def test_evaluation_does_not_depend_on_devices(alone):
     np.testing.assert_array_equal(result[1].confusion, result[0].confusion)
 
 
+@pytest.mark.slow
 def test_resumes_on_other_devices(tmp_path):
     two, four = on(configs.Mesh(data=2)), on(configs.Mesh(fsdp=4))
     state = two.compile_init()(jax.random.key(0))
@@ -138,6 +141,7 @@ def test_resumes_on_other_devices(tmp_path):
     assert jax.tree.leaves(placed.params) == jax.tree.leaves(expected.params)
 
 
+@pytest.mark.slow
 def test_a_budget_is_per_device(workplace):
     free = on(configs.Mesh(data=2))
     need = compile_step(free).executable.report.peak.total

@@ -351,6 +351,7 @@ def test_removes_the_folder_of_a_run_that_did_not_start(workplace, monkeypatch):
     assert not (workplace / "new").exists()
 
 
+@pytest.mark.slow
 def test_resuming_a_finished_run_prints_its_results_and_changes_nothing(finished_run, capsys):
     before = final_state(finished_run), metrics_of(finished_run)
     summary = json.loads((finished_run / "summary.json").read_text())

@@ -243,6 +243,7 @@ TRL = 0.69314718, 0.64030033, 0.59180206
 """Losses of TRL 1.16.0's DPOTrainer with transformers 5.24.0: AdamW, 1e-3, no clipping, beta 0.1."""
 
 
+@pytest.mark.slow
 def test_three_steps_have_the_losses_of_trl(workplace, write):
     write_folder(workplace / "llama")
     write_tokenizer(workplace / "llama" / "tokenizer.json")
@@ -295,6 +296,7 @@ def test_a_reward_is_read_from_the_last_token_of_an_answer(workplace, write):
     np.testing.assert_allclose(logits, x @ head, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_exported_for_transformers(workplace, write, capsys):
     config = config_of(workplace, write, lora_rank=2)
     data = dataclasses.replace(config.data, objective="reward")

@@ -73,6 +73,7 @@ def test_an_exported_folder_has_the_new_classes_and_the_size_of_the_run(workplac
     assert {name: getattr(data, name) for name in expected} == expected
 
 
+@pytest.mark.slow
 def test_an_exported_folder_keeps_the_classifier_and_the_dtypes_of_the_model(workplace):
     folder, run = make_run(workplace, "small", folder_data(16))
     tensors = write_folder(workplace / "model", VIT, dtype=np.float16)
@@ -99,6 +100,7 @@ def test_a_checkpoint_of_both_towers_of_clip_gets_a_new_classifier(workplace):
     assert logits_of_run(folder, run, x).shape == (2, 3)
 
 
+@pytest.mark.slow
 def test_an_exported_program_of_a_bfloat16_run_is_float32(workplace):
     data = Synthetic(classes=3, image_size=16, batch_size=4, examples=8)
     folder, run = make_run(workplace, "small", data)

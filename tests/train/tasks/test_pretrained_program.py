@@ -74,6 +74,7 @@ def test_starts_from_the_published_parameters(folder):
     assert {a.dtype for a in jax.tree.leaves(run.state_shapes.params)} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_adapters_start_at_the_published_model(folder):
     run = setup(config_of(folder, lora_rank=2))
     state = run.compile_init()(jax.random.key(0))
@@ -94,6 +95,7 @@ def moved(params):
     return jax.tree.map(lambda p: p + 0.05 * jnp.sin(jnp.arange(p.size)).reshape(p.shape), params)
 
 
+@pytest.mark.slow
 def test_quantized_parameters_are_read_again_and_not_saved(folder):
     run = setup(config_of(folder, lora_rank=2, quantize="int8"))
     state = run.compile_init()(jax.random.key(0))
@@ -109,6 +111,7 @@ def test_quantized_parameters_are_read_again_and_not_saved(folder):
     assert all(0 < error < 0.02 for error in errors)
 
 
+@pytest.mark.slow
 def test_an_imported_model_is_a_run(folder, capsys):
     data = "--data.vocabulary", 256, "--data.path", "sums.jsonl", "--data.context", 12
     out = output_of(capsys, "import", "llama", "--out", "run", *data)
@@ -160,6 +163,7 @@ def test_export_writes_the_published_tensors(folder, capsys):
     assert_one_line_error(capsys, "run/exported is not an empty folder; give a new one")
 
 
+@pytest.mark.slow
 def test_exported_adapters_are_merged(folder):
     run = initial_run(folder / "run", config_of(folder, lora_rank=2), moved)
     network = setup(run.read_config()).task.model

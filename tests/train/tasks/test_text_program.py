@@ -22,6 +22,7 @@ def config(tmp_path):
     return Config(data=data, model=MODEL, train=Train(steps=6))
 
 
+@pytest.mark.slow
 def test_a_state_is_restored_with_the_same_bits_and_its_average_evaluated(config, tmp_path):
     optim = Optim(name="schedule_free_adamw", learning_rate=0.01, schedule="constant")
     run = setup(config.replace(optim=optim))
