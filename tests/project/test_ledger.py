@@ -16,7 +16,7 @@ LEDGER = {
     "train/data": 11_311,
     "train/run + train/commands": 8_583,
     "train, the rest": 8_227,
-    "tests": 56_785,
+    "tests": 56_803,
     "benchmarks": 16_510,
 }
 """Lines of ``*.py``. A row of its own takes a package out of the rest."""

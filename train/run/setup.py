@@ -231,7 +231,7 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
 
 
 def check_resumed_length(run: Setup, saved: Config, repeated: int = 0) -> None:
-    """Check that a resumed private run keeps a length that its noise needs, new or ``repeated``."""
+    """Check the length of a resumed private run; ``repeated`` of its steps are in no checkpoint."""
     config = run.config
     if changed_fields(saved, config):
         return  # another run, which `RunFolder.resume` reports

@@ -178,12 +178,20 @@ def test_a_run_goes_on_before_a_damaged_checkpoint(run, capsys):
         assert checkpoints.latest_step == 8
 
 
-def test_does_not_take_a_machine_error_for_damage(run, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (OSError(errno.EMFILE, "x"), TrainingError, "checkpoints/8, which is not changed: of"),
+        (MemoryError("no room"), MemoryError, "of the library that reads"),
+    ],
+    ids=["no handle", "no memory"],
+)
+def test_does_not_take_a_machine_error_for_damage(error, raised, message, run, monkeypatch):
     def read(*_):
-        raise OSError("of the library that reads") from OSError(errno.EMFILE, "Too many open files")
+        raise type(error)("of the library that reads") from error
 
     monkeypatch.setattr(Checkpoints, "_read", read)
-    refused = pytest.raises(TrainingError, match="checkpoints/8, which is not changed: of")
+    refused = pytest.raises(raised, match=message)
     with Checkpoints(run / "checkpoints", 2) as checkpoints, refused:
         checkpoints.restore_network()
     assert not list(run.glob("damaged_*"))
