@@ -2,6 +2,7 @@
 
 import glob
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,16 +21,23 @@ _TENSORS = {
     ".lora_magnitude_vector.weight": "magnitude",
 }
 
-_READ = ("peft_type", "r", "lora_alpha", "use_dora", "use_rslora")
-
-# They do not change what the adapters compute, or only say which modules have one.
-_IGNORED = frozenset(
+# Those behind the first line do not change what the adapters compute, or only say which modules
+# have one.
+_KNOWN = frozenset(
     (  # noqa: SIM905
+        "peft_type r lora_alpha use_dora use_rslora "
         "auto_mapping base_model_name_or_path exclude_modules fan_in_fan_out inference_mode "
         "init_lora_weights layers_pattern layers_to_transform lora_dropout megatron_core "
         "peft_version qalora_group_size revision runtime_config target_modules task_type"
     ).split()
 )
+
+REFUSED = {
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "falcon_h1"), "out_proj"),
+    **dict.fromkeys(("qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "lfm2_moe"), "gate"),
+    "gpt_oss": "router",
+}
+"""Modules that PEFT refuses, by family: outputs whose weight a fused kernel reads, and routers."""
 
 _OWN_INITIAL_WEIGHTS = (True, False, "gaussian", "eva")
 
@@ -96,10 +104,8 @@ def from_peft(
     for name, tensor in tensors.items():
         module, kind = _module_and_kind(name)
         if module not in modules:
-            raise ValueError(
-                f"from_peft: the tensor {name!r} belongs to the module {module!r}, which modules "
-                "does not contain; add where its weight is"
-            )
+            where = f"the module {module!r}, which modules does not contain"
+            raise ValueError(f"from_peft: {name!r} belongs to {where}; add where its weight is")
         array = np.asarray(tensor, np.float32)
         array = array.T if kind in ("a", "b") else array.ravel()
         grouped = Module(*modules[module]).grouped
@@ -112,10 +118,8 @@ def from_peft(
     expected = {"a", "b", "magnitude"} if dora else {"a", "b"}
     for module, arrays in parts.items():
         if arrays.keys() != expected:
-            raise ValueError(
-                f"from_peft: the module {module!r} must have the parts {sorted(expected)}, got "
-                f"{sorted(arrays)}"
-            )
+            wanted = f"the parts {sorted(expected)}, got {sorted(arrays)}"
+            raise ValueError(f"from_peft: the module {module!r} must have {wanted}")
         if (ranks := (arrays["a"].shape[-1], arrays["b"].shape[0])) != (rank, rank):
             raise ValueError(
                 f"from_peft: the module {module!r} must have the rank r={rank}, got {ranks}"
@@ -134,7 +138,8 @@ def to_peft(
     Args:
       config: The configuration of the adapters.
       adapters: As `fnet.lora.init` returns.
-      modules: As for `from_peft`; it must contain all adapted paths.
+      modules: As for `from_peft`. An adapter that is in none is left out with a warning while it
+        changes nothing.
       base_model: Name of the base model, for ``base_model_name_or_path``.
 
     Returns:
@@ -142,7 +147,7 @@ def to_peft(
       ``adapter_model.safetensors``, float32.
 
     Raises:
-      ValueError: If an adapted path is in no module.
+      ValueError: If the path of an adapter that changes the weight is in no module.
 
     Example:
       >>> import jax, jax.numpy as jnp, fnet
@@ -158,9 +163,10 @@ def to_peft(
     """
     places = {name: Module(*place) for name, place in modules.items()}
     if missing := sorted(set(adapters) - {place.path for place in places.values()}):
-        raise ValueError(
-            f"to_peft: modules must contain the modules of all adapters, lacks {missing}"
-        )
+        message = f"to_peft: modules must contain the modules of all adapters, lacks {missing}"
+        if config.dora or any(np.any(adapters[path]["b"]) for path in missing):
+            raise ValueError(message)
+        warnings.warn(f"{message}, which change nothing yet and are left out", stacklevel=2)
     tensors: dict[str, np.ndarray] = {}
     names = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
     targets = [module for module, place in places.items() if place.path in adapters]
@@ -192,8 +198,8 @@ def huggingface_modules(model: Any) -> dict[str, Module]:
       model: A model of `fnet.interop.from_huggingface`.
 
     Returns:
-      Name of each linear module -> `Module`. Embeddings are left out, and experts that are one
-      tensor of the file.
+      Name of each linear module -> `Module`. Left out are embeddings, experts that are one tensor
+      of the file, and what PEFT refuses.
 
     Example:
       >>> from fnet.interop.huggingface import build_model
@@ -208,10 +214,12 @@ def huggingface_modules(model: Any) -> dict[str, Module]:
     for tensor in model.tensors:
         is_matrix = len(tensor.shape) - (tensor.row is not None) == 2
         is_linear = tensor.path.endswith("kernel") and is_matrix and "1" not in tensor.layout
-        if not (tensor.name.endswith(".weight") and is_linear):
+        is_refused = tensor.name.endswith(f".{REFUSED.get(model.family)}.weight")
+        if not (tensor.name.endswith(".weight") and is_linear) or is_refused:
             continue
         # transformers renames the language model of models that also see images when it loads them.
-        name = re.sub(r"^language_model\.(model\.)?", _of_images, tensor.name)
+        inside = r"^language_model\.(model\.)?"
+        name = re.sub(inside, lambda m: "model.language_model." if m[1] else "", tensor.name)
         grouped = None
         if tensor.grouped is not None:
             axis, *grouped = tensor.grouped
@@ -222,24 +230,15 @@ def huggingface_modules(model: Any) -> dict[str, Module]:
     return modules
 
 
-def _of_images(m: re.Match[str]) -> str:
-    return "model.language_model." if m[1] else ""
-
-
 def _check_config(config: Mapping[str, Any]) -> None:
     """Reject options that change what an adapter computes, unless `fnet.lora` computes it too."""
     if config.get("peft_type") != "LORA":
         raise ValueError(f"from_peft: peft_type must be 'LORA', got {config.get('peft_type')!r}")
     if "r" not in config:
         raise ValueError("from_peft: the rank r is missing in the configuration")
-    unsupported = {
-        name: value
-        for name, value in config.items()
-        if name not in _READ
-        and name not in _IGNORED
-        and value
-        and (name, value) != ("bias", "none")
-    }
+    unsupported = {n: value for n, value in config.items() if value and n not in _KNOWN}
+    if unsupported.get("bias") == "none":
+        del unsupported["bias"]
     initial = config.get("init_lora_weights", True)
     if initial not in _OWN_INITIAL_WEIGHTS:
         unsupported["init_lora_weights"] = initial  # It changes the weights of the base model.
@@ -277,13 +276,11 @@ def _placed(
         if None in by_layer:
             adapters[path] = {kind: jnp.asarray(array) for kind, array in by_layer[None].items()}
             continue
-        if sorted(by_layer, key=int) != list(range(len(by_layer))):  # type: ignore[arg-type]
+        found = sorted(by_layer, key=int)  # type: ignore[arg-type]
+        if found != [*range(len(found))]:
             raise ValueError(
-                f"from_peft: every layer of {path!r} must have an adapter, got layers "
-                f"{sorted(by_layer, key=int)}"  # type: ignore[arg-type]
+                f"from_peft: every layer of {path!r} must have an adapter, got layers {found}"
             )
-        adapters[path] = {
-            kind: jnp.stack([by_layer[i][kind] for i in range(len(by_layer))])
-            for kind in by_layer[0]
-        }
+        kinds = by_layer[0]
+        adapters[path] = {k: jnp.stack([by_layer[i][k] for i in found]) for k in kinds}
     return adapters, layouts

@@ -77,30 +77,23 @@ def test_updates_are_the_products_of_the_tensors():
 
 
 @pytest.mark.parametrize(
-    "name", ["mamba2", "lfm2", "bamba", "falcon_h1", "qwen3_5", "recurrent_gemma"]
+    ("name", "has_output"),
+    [
+        *(("mamba", False), ("mamba2", False), ("falcon_h1", False), ("bamba", True)),
+        *(("lfm2", True), ("qwen3_5", True), ("recurrent_gemma", False)),
+    ],
 )
-def test_a_convolution_of_each_channel_has_no_adapter(name):
-    """PEFT has none for it, either."""
-    model = build_model(CONFIGS[name])
-    params, _ = jax.eval_shape(model.init, jax.random.key(0))
-    targets = find_targets("test", params, Pretrained().lora_targets)
-    modules = {module.path for module in huggingface_modules(model).values()}
-    blocks = {path for path in modules if path.startswith("blocks/")}
-    assert blocks == targets.keys()
-    assert not any("/conv/" in path for path in blocks)
-    assert any("/conv/" in t.path for t in model.tensors)
-
-
-@pytest.mark.parametrize(
-    ("name", "has_output"), [("mamba", False), ("falcon_h1", False), ("bamba", True)]
-)
-def test_default_adapters_leave_out_what_peft_refuses(name, has_output, tmp_path):
-    """PEFT refuses the output projection of Mamba, whose fused kernel reads its weight."""
+def test_default_adapters_are_those_of_peft(name, has_output, tmp_path):
+    """PEFT has none for a convolution, nor for an output whose weight a fused kernel reads."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
-    section = Pretrained(path=str(tmp_path), lora_rank=2)
-    params, _ = jax.eval_shape(build_model(CONFIGS[name]).init, jax.random.key(0))
-    paths = find_targets("test", params, adapters_of(section).targets)
-    assert any(path.endswith("/out/kernel") for path in paths) == has_output
+    model, section = build_model(CONFIGS[name]), Pretrained(path=str(tmp_path), lora_rank=2)
+    params, _ = jax.eval_shape(model.init, jax.random.key(0))
+    targets = find_targets("test", params, adapters_of(section).targets)
+    modules = huggingface_modules(model)
+    assert {m.path for m in modules.values() if m.path.startswith("blocks/")} == targets.keys()
+    assert not any("/conv/" in path for path in targets)
+    assert any("/conv/" in t.path for t in model.tensors)
+    assert any(name.endswith(".out_proj") for name in modules) == has_output
 
 
 def test_each_expert_has_a_module_and_routers_have_no_adapters():
@@ -121,10 +114,9 @@ def test_each_expert_has_a_module_and_routers_have_no_adapters():
         np.testing.assert_array_equal(again[path]["a"], adapters[path]["a"])
 
 
-def test_experts_in_one_tensor_have_no_module():
+def test_experts_in_one_tensor_and_their_routers_have_no_module():
     modules = huggingface_modules(build_model(CONFIGS["gpt_oss"]))
-    assert not any("experts" in name for name in modules)
-    assert any("router" in name for name in modules)
+    assert {name.split(".")[-1] for name in modules} == {"lm_head", *map("{}_proj".format, "qkvo")}
 
 
 @pytest.mark.parametrize("dora", [False, True])
@@ -206,8 +198,12 @@ def test_rejects_missing_tensors_and_layers():
     with pytest.raises(ValueError, match="two modules are at 'first/kernel', one is '2'"):
         from_peft(config_of(), tensors_of(), twice)
     config, adapters = from_peft(config_of(), tensors_of(), MODULES)
+    fewer = {k: v for k, v in MODULES.items() if k != "0"}
     with pytest.raises(ValueError, match=r"lacks \['first/kernel'\]"):
-        to_peft(config, adapters, {k: v for k, v in MODULES.items() if k != "0"})
+        to_peft(config, adapters, fewer)
+    adapters["first/kernel"]["b"] *= 0
+    with pytest.warns(UserWarning, match=r"lacks \['first/kernel'\], which change nothing yet"):
+        assert to_peft(config, adapters, fewer)[0]["target_modules"] == [*fewer]
 
 
 @pytest.mark.parametrize(

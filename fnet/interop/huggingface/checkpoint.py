@@ -127,8 +127,8 @@ class PretrainedModel(NamedTuple):
       losses: the fused loss of a language model, as for `fnet.models.LanguageModel`, or None.
       tensors: where each tensor of the checkpoint goes.
       kinds: kind of each block of a language model. Equal kinds are equal layers.
-      features: what the head of a language model reads, as for `fnet.models.LanguageModel`, or
-        None.
+      features: what the head reads, as for `fnet.models.LanguageModel`, or None.
+      family: its ``model_type``.
     """
 
     init: Callable[[Array], tuple[Params, State]]
@@ -138,6 +138,7 @@ class PretrainedModel(NamedTuple):
     tensors: tuple[Tensor, ...]
     kinds: tuple[Any, ...] = ()
     features: Callable[..., tuple[Array, State]] | None = None
+    family: str = ""
 
 
 def leaves(tree: Params) -> dict[str, Any]:

@@ -120,6 +120,7 @@ class Family:
             tensors,
             tuple(kinds),
             of_text and of_text.features,
+            self.model_type,
         )
 
 

@@ -15,7 +15,7 @@ from fnet import layers, lora, quantization
 from fnet.interop.huggingface.checkpoint import PretrainedModel, read_params
 from fnet.interop.huggingface.loading import match_tensors
 from fnet.interop.huggingface.timm import family_of
-from fnet.interop.peft import huggingface_modules
+from fnet.interop.peft import REFUSED, huggingface_modules
 from train.data.columns import is_named, order_of
 from train.data.model_folder import ModelFolder, read_config, read_folder
 from train.errors import UserError, shorten
@@ -24,9 +24,6 @@ from train.networks.published import LINEAR, Published
 
 FROZEN = "frozen"
 """Name of the frozen parameters in the model state."""
-
-_NO_OUTPUT = ("mamba", "mamba2", "falcon_mamba", "falcon_h1")
-"""Families whose output projection PEFT refuses, because a fused kernel reads its weight."""
 
 
 def _no_losses(*args: Any, **options: Any) -> tuple[Array, Any]:
@@ -330,7 +327,8 @@ def adapters_of(section: Published) -> lora.LoRA | None:
     if section.lora_rank is None:
         return None
     targets = section.lora_targets
-    if targets == LINEAR and read_config(Path(section.path)).get("model_type") in _NO_OUTPUT:
+    family = str(read_config(Path(section.path)).get("model_type"))
+    if targets == LINEAR and REFUSED.get(family) == "out_proj":
         targets = (*targets, "!*/out/kernel")
     return lora.LoRA(section.lora_rank, section.lora_alpha, targets, dora=section.dora)
 
