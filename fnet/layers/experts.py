@@ -15,7 +15,7 @@ from fnet.layer import Children, Layer, Params, State, composite, init_children,
 from fnet.layers import activations
 from fnet.layers.dense import HE_NORMAL, dense
 from fnet.layers.norm import expand_like
-from fnet.precision import add, upcast
+from fnet.precision import add, multiply, upcast
 
 Scores = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 """How a router turns logits into scores."""
@@ -161,14 +161,13 @@ def experts(
             raise ValueError(f"experts: expected x [..., T, {width}], got {x.shape}")
         logits = child("router", upcast(child.optional("router_norm", x)))
         scores, index = _choose(router, logits, chosen, child.params["router"])
-        examples = [
-            a.reshape(-1, *a.shape[-2:]) for a in (child.optional("norm", x), scores, index)
-        ]
+        parts = child.optional("norm", x), scores, index
+        examples = [a.reshape(-1, *a.shape[-2:]) for a in parts]
         y = jax.vmap(functools.partial(of_example, child.params["experts"]))(*examples)
         y = child.optional("post_norm", y.reshape(x.shape))
         if shared is not None:
             z = child("shared", x)
-            y = add(y, z * jax.nn.sigmoid(child("shared_gate", x)) if shared_gate else z)
+            y = add(y, multiply(z, jax.nn.sigmoid(child("shared_gate", x))) if shared_gate else z)
         routing = {"probabilities": jax.nn.softmax(logits), "chosen": index}
         child.state = routing if child.train else {}
         return y

@@ -11,6 +11,7 @@ from jaxtyping import Float
 
 from fnet import checks
 from fnet.layer import Layer, stateless
+from fnet.precision import upcast
 
 
 def max_pool(window: int = 2, *, stride: int | None = None, padding: int = 0) -> Layer:
@@ -198,7 +199,7 @@ def global_avg_pool() -> Layer:
 
 def global_max_pool() -> Layer:
     """Maximum over height and width: x [N, H, W, C] -> [N, C]."""
-    return _image_layer("global_max_pool", lambda x: x.max((1, 2)))
+    return _image_layer("global_max_pool", lambda x: upcast(x).max((1, 2)).astype(x.dtype))
 
 
 def _image_layer(name: str, f: Callable[[Array], Array]) -> Layer:

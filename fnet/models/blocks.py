@@ -9,7 +9,7 @@ from jax import Array
 
 from fnet import checks, layers
 from fnet.layer import Children, Layer, composite, serial
-from fnet.precision import upcast
+from fnet.precision import multiply, upcast
 
 NormActivation = Callable[..., Layer]
 """``(channels, *, activation, activation_param) -> Layer``: a norm followed by an activation."""
@@ -138,7 +138,7 @@ def squeeze_excitation(
 
     def apply(child: Children, x: Array) -> Array:
         means = upcast(x).mean((1, 2), keepdims=True).astype(x.dtype)
-        return x * child.in_order(children, means)
+        return multiply(x, child.in_order(children, means))
 
     return composite(children, apply)
 

@@ -198,6 +198,7 @@ def test_rejects_invalid_arguments():
 
 def test_rejects_inputs_of_another_shape():
     layer, params = built()
+    assert layer.apply(params, {}, jnp.ones((3, WIDTH)), train=False)[0].shape == (3, WIDTH)
     for x in (jnp.ones((2, 3, 4)), jnp.ones(WIDTH)):
         with pytest.raises(ValueError, match="experts: expected"):
             layer.apply(params, {}, x, train=False)

@@ -108,18 +108,6 @@ def test_prediction_depends_on_timestep_and_label():
     chex.assert_trees_all_close(y[4], y[0], atol=1e-5)
 
 
-@pytest.mark.slow
-def test_computes_in_the_dtype_of_the_images():
-    model, params, state = build_randomized()
-    y, updated = run(
-        model, params, state, images().astype(jnp.bfloat16), **conditions(), train=True
-    )
-    assert y.dtype == jnp.bfloat16
-    full, _ = run(model, params, state, images(), **conditions(), train=True)
-    assert jnp.abs(y - full).max() < 0.1 * jnp.abs(full).max()
-    assert all(a.dtype == jnp.float32 for a in jax.tree.leaves(updated))
-
-
 @pytest.mark.parametrize("patch", [0, 3])
 def test_rejects_patch_that_does_not_divide_the_image(patch):
     with pytest.raises(ValueError, match=rf"got patch={patch} and an image of 4 x 6"):

@@ -1,13 +1,12 @@
-"""Mutants are programs; `python -m tests.mutations` runs the tests on each of them."""
+"""`python -m tests.mutations` runs the tests on each mutant."""
 
-import ast
 import shutil
 
 import pytest
 
 from tests import line_map
 from tests.line_map import LineMap
-from tests.mutations import EQUIVALENT, FILES, ROOT, Runner, mutants
+from tests.mutations import EQUIVALENT, ROOT, Runner, mutants
 
 SOURCE = '''
 def scaled(x, n=2):
@@ -40,22 +39,13 @@ def test_each_operator_gives_a_mutant_with_an_address():
     }
 
 
-def test_a_mutant_differs_in_one_place():
-    (mutant,) = (m for m in mutants("a.py", SOURCE) if "drop factor" in m.address)
-    assert mutant.text == SOURCE.replace("-x * n", "(-x)")
-
-
-def test_a_mutant_knows_the_lines_of_its_statement_and_function():
-    places = {m.address.split("::")[1]: (m.statement, m.function) for m in mutants("a.py", SOURCE)}
+def test_a_mutant_differs_in_one_place_and_knows_its_lines():
+    found = {m.address.split("::")[1]: m for m in mutants("a.py", SOURCE)}
+    assert found["scaled: drop factor 1"].text == SOURCE.replace("-x * n", "(-x)")
+    places = {name: (m.statement, m.function) for name, m in found.items()}
     assert places["scaled: swap Lt 1"] == (range(4, 5), range(2, 7))
     assert places["scaled: swap Add 1"] == (range(6, 7), range(2, 7))
     assert places["Point.norm: swap And 1"] == (range(11, 12), range(10, 12))
-
-
-def test_mutants_are_programs():
-    for file in FILES[::8]:
-        for mutant in mutants(file, (ROOT / file).read_text())[::10]:
-            ast.parse(mutant.text)
 
 
 def test_equivalent_mutants_exist():
@@ -137,12 +127,7 @@ def test_a_line_belongs_to_the_tests_that_run_it(project):
         return [name.split("::")[1] for name in names]
 
     assert tests("half: swap Mult 1")[0] == "test_negative"
-    assert set(tests("half: swap Mult 1")) == {
-        "test_negative",
-        "test_half",
-        "test_third",
-        "test_passes_once",
-    }
+    assert {"test_half", "test_third", "test_passes_once"} < {*tests("half: swap Mult 1")}
     assert tests("half: swap Div 1")[0] == "test_half"
     assert tests("third: swap Div 1")[0] == "test_third"
     assert not tests("unused: swap Add 1")

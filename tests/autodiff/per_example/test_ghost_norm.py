@@ -243,6 +243,13 @@ def test_bfloat16_contributes_at_most_1_12_times_the_clip():
         assert np.linalg.norm(parts, axis=1).max() <= 1.12 * clip
 
 
+def test_products_of_bfloat16_factors_are_summed_in_float32():
+    rng = np.random.default_rng(0)
+    u, v = (jnp.asarray(rng.normal(size=(1, 3, 8, n)), jnp.bfloat16) for n in (30, 20))
+    exact = np.square(outer_products(np.float64(u[0]), np.float64(v[0]))).sum((1, 2))
+    np.testing.assert_allclose(ghost_norm.inner_products(u, v, u, v).values, exact, rtol=1e-5)
+
+
 @pytest.mark.parametrize("time", [1, 2])
 def test_rescaled_norm_is_at_most_1_if_squares_underflow(time):
     # The squares of all but one element are below the smallest normal number.

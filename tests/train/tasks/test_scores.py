@@ -20,6 +20,12 @@ def generator():
     return np.random.default_rng(0)
 
 
+@pytest.mark.parametrize("kind", [OneClass, Labels, Numbers])
+def test_outputs_of_bfloat16_logits_are_float32(kind):
+    logits = jnp.asarray([[0.1, 2.0, -3.0]], jnp.bfloat16)
+    np.testing.assert_array_equal(kind.outputs(logits), kind.outputs(logits.astype(jnp.float32)))
+
+
 def test_precision_recall_and_f1(generator):
     label, predicted = generator.integers(0, 3, (2, 50))
     label[0] = predicted[0] = 3  # of a class with one example
