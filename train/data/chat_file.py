@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import operator
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -95,7 +94,7 @@ class AnswerFile(Text):
 
     evaluation_options: ClassVar[dict[str, str]] = {"path": "test_path"}
     needs: ClassVar[Needs] = dict.fromkeys(
-        ("test_fraction", "split_seed"), ("test_path", operator.not_)
+        ("test_fraction", "split_seed"), ("test_path", (None,).__contains__)
     )
 
     path: str = "data.jsonl"

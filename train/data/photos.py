@@ -119,6 +119,7 @@ class LabeledFiles(Photos):
     """Images with labels, from folders or shards."""
 
     evaluation_options = {"crops": "crops", "border": "border"} | Photos.evaluation_options
+    needs: ClassVar[Needs] = Photos.needs | {"test_fraction": ("folds", (None,).__contains__)}
 
     mixup: NonNegative = 0.0
     """Mixup strength alpha: mixing weights come from Beta(alpha, alpha); 0 is no mixup."""

@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from typing_extensions import override
 
 from train.config.data import Content
-from train.config.section import Count, CountOrZero, Positive
+from train.config.section import Count, CountOrZero, Needs, Positive
 from train.data import Arrays, Dataset, Outputs, num_examples
 from train.data import masks as mask_rules
 from train.data.annotations import find_annotations
@@ -45,6 +45,7 @@ class SegmentationFolder(DecodedImages):
     """Images with segmentation masks: images of the same size whose values are labels."""
 
     content: ClassVar[Content] = "masks"
+    needs: ClassVar[Needs] = {"test_fraction": ("folds", (None,).__contains__)}
     evaluation_options: ClassVar[dict[str, str]] = {
         "split": "test_split",
         "path": "path",

@@ -139,7 +139,8 @@ def train(
             if start.step:
                 log(f"resumed after step {start.step} of {run.steps}")
                 if start.step == run.steps:
-                    log("all steps are done; to train longer, raise train.epochs or train.steps")
+                    length = "steps" if config.train.steps else "epochs"
+                    log(f"all steps are done; to train longer, raise train.{length}")
             for changed in folder.drop_metrics_after(start.step, start.logged):
                 log(changed)
             start_time -= folder.seconds_spent()
