@@ -6,19 +6,10 @@ import io
 import itertools
 import re
 import types
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import (
-    Annotated,
-    Any,
-    Generic,
-    Literal,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, Union
 
 import tyro
 from annotated_types import Ge, Gt, Le
@@ -26,7 +17,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from train import config as configs
 from train.config import Config, recipes, registry
-from train.config.section import Choice, Count, CountOrZero, NonNegative, Positive, Seed, Share
+from train.config import section as sections
+from train.config.section import Count, CountOrZero, NonNegative, Positive, Seed
 from train.errors import UserError, did_you_mean
 
 # Tyro prints the docstrings below for --help: a class for the command, a field for its flag. It
@@ -137,9 +129,7 @@ class FitArguments:
     """Memory of the device, such as 24GB or 80GiB."""
     target: Annotated[str | None, _default("this machine, without times")] = None
     """Device to compile for, such as rtx4090 or h100, or a file that describes a GPU."""
-    context: Annotated[Annotated[int, Ge(2)] | None, _default("2048, or what the model allows")] = (
-        None
-    )
+    context: Annotated[Annotated[int, Ge(2)] | None, _default("2048, or the model's")] = None
     """Context length: tokens per row."""
     batch_size: Count = 8
     """Rows per step, in microbatches."""
@@ -168,9 +158,11 @@ class ExportArguments(CheckpointArguments):
     RUN is a run folder.
     """
 
-    out: Annotated[
-        str | None, _default("weights.safetensors in the run folder; of published models exported/")
-    ] = None
+    needs: ClassVar[sections.Needs] = dict.fromkeys(
+        ("names", "for_norm", "adapters"), ("format", "safetensors".__eq__)
+    )
+
+    out: Annotated[str | None, _default("weights.safetensors, or exported/, in the run")] = None
     """Output file; a folder for a published model."""
     format: Literal["safetensors", "stablehlo", "onnx"] = "safetensors"
     """Weights alone, or an image network for any batch size: for jax.export, or for ONNX."""
@@ -191,9 +183,7 @@ class ReportArguments:
     RUN is a run folder.
     """
 
-    out: Annotated[str | None, _default("report.html in the run folder, or here for several")] = (
-        None
-    )
+    out: Annotated[str | None, _default("report.html in the run, or here for several")] = None
     """Output file."""
 
 
@@ -204,13 +194,13 @@ class EvalArguments(CheckpointArguments):
     RUN is a run folder.
     """
 
+    needs: ClassVar[sections.Needs] = {"chat": ("choices", bool)}
+
     path: Annotated[str | None, _default("data.path of the run")] = None
     """Folder or file of other test examples. A folder without splits is evaluated whole."""
     split: Annotated[str | None, _default("data.test_split of the run")] = None
     """Split to evaluate on, such as test or train."""
-    mask_reading: Annotated[
-        Literal["index", "color"] | None, _default("as the masks of the run")
-    ] = None
+    mask_reading: Annotated[Literal["index", "color"] | None, _default("as in the run")] = None
     """Segmentation: whether the numbers of masks count, or their colors."""
     crops: Annotated[Literal[1, 2, 10] | None, _default("data.crops of the run")] = None
     """Test-time crops per image: 1 center crop, 2 with its horizontal flip, 10 for ten-crop."""
@@ -257,6 +247,11 @@ class AttributeArguments(CheckpointArguments):
     ranked by how much they support this prediction.
     """
 
+    needs: ClassVar[sections.Needs] = {
+        "label": ("example", bool),
+        **dict.fromkeys(("damping", "curvature"), ("method", "ekfac".__eq__)),
+    }
+
     example: str | None = None
     """Image file whose predicted label to attribute to training examples."""
     label: Annotated[str | None, _default("the predicted label")] = None
@@ -277,6 +272,9 @@ class AttributeArguments(CheckpointArguments):
     """Number of training examples to print."""
 
 
+_OF_MODEL = "as generation_config.json of the model"
+
+
 @dataclass(frozen=True)
 class TextArguments(CheckpointArguments):
     """Continue a text with a language model.
@@ -284,9 +282,9 @@ class TextArguments(CheckpointArguments):
     RUN is the run folder of a language model, or the folder of a published one.
     """
 
-    prompt: Annotated[
-        tuple[str, ...], _default("a line break; with --chat, lines of the input")
-    ] = ()
+    needs: ClassVar[sections.Needs] = {"system": ("chat", bool)}
+
+    prompt: Annotated[tuple[str, ...], _default("a line break; in a chat, the input")] = ()
     """Texts to continue, or with --chat the user's messages. Several are printed as JSON lines."""
     prompts: str | None = None
     """File of prompts: lines of a text, or the field prompt of JSON lines or Parquet."""
@@ -298,21 +296,15 @@ class TextArguments(CheckpointArguments):
     """System message of the chat."""
     length: Count = 500
     """Largest number of tokens to generate; a token that ends the text ends it."""
-    temperature: Annotated[
-        NonNegative | None, _default("as generation_config.json of the model, or 0.8")
-    ] = None
+    temperature: Annotated[NonNegative | None, _default(f"{_OF_MODEL}, or 0.8")] = None
     """Sampling temperature; 0 is greedy."""
-    top_k: Annotated[Count | None, _default("as generation_config.json, or all")] = None
+    top_k: Annotated[Count | None, _default(f"{_OF_MODEL}, or all")] = None
     """Sample only from the k most probable tokens."""
-    top_p: Annotated[
-        Annotated[float, Gt(0), Le(1)] | None, _default("as generation_config.json, or 1")
-    ] = None
+    top_p: Annotated[Annotated[float, Gt(0), Le(1)] | None, _default(f"{_OF_MODEL}, or 1")] = None
     """Nucleus (top-p) threshold."""
-    min_p: Annotated[Share | None, _default("as generation_config.json, or 0")] = None
+    min_p: Annotated[sections.Share | None, _default(f"{_OF_MODEL}, or 0")] = None
     """Sample only tokens with this share of the most probable one's probability."""
-    repetition_penalty: Annotated[Positive | None, _default("as generation_config.json, or 1")] = (
-        None
-    )
+    repetition_penalty: Annotated[Positive | None, _default(f"{_OF_MODEL}, or 1")] = None
     """Penalty of tokens that the text or its prompt has already; 1 is none."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer, and are not printed."""
@@ -331,9 +323,7 @@ class ImageArguments(CheckpointArguments):
     """Classes to draw, one row each."""
     count: Count = 10
     """Number of images per class."""
-    guidance: Annotated[
-        NonNegative | None, _default("1.5, or 1 without label_dropout in training")
-    ] = None
+    guidance: Annotated[NonNegative | None, _default("1.5, or 1 without label_dropout")] = None
     """Classifier-free guidance scale; 0 ignores the label, 1 is no guidance."""
     sampler: Literal["dpm_solver", "ddim", "ddpm"] = "dpm_solver"
     """Diffusion sampler."""
@@ -440,6 +430,11 @@ def read(kind: type[A], flags: Sequence[str], prog: str) -> A:
     return _in_range(kind, _parse(kind, kind(), flags, prog))
 
 
+def flag_of(name: str) -> str:
+    """Return the flag of an option."""
+    return "--" + name.replace("_", "-")
+
+
 def given_options(options: Any) -> dict[str, Any]:
     """Return the options by name that are not at their default."""
     return {f.name: v for f in fields(options) if (v := getattr(options, f.name)) != f.default}
@@ -459,12 +454,15 @@ def read_with_config(
 
 def _in_range(kind: type[A], options: A) -> A:
     try:
-        return TypeAdapter(kind).validate_python(options.__dict__)
+        options = TypeAdapter(kind).validate_python(options.__dict__)
     except ValidationError as error:
         first = error.errors()[0]
-        flag = "--" + str(first["loc"][0]).replace("_", "-")
         expected = first["msg"].removeprefix("Input should be ")
+        flag = flag_of(str(first["loc"][0]))
         raise UserError(f"{flag}: expected {expected}, got {first['input']!r}") from None
+    for text in sections.without_effect(options, flag_of):
+        raise UserError(f"{text}; leave one of them out")
+    return options
 
 
 def _switch_variants(config: Config, flags: Sequence[str]) -> Config:
@@ -484,7 +482,8 @@ def _switch_variants(config: Config, flags: Sequence[str]) -> Config:
             names = {f.name for f in fields(base)} if is_dataclass(base) else set()
             names -= {f.name for f in fields(kind) if f.name in kind.__annotations__}
             if section == "data":  # what the recipe sets of other fields of the same type
-                old, new = (get_type_hints(c, include_extras=True) for c in (type(current), kind))
+                both = type(current), kind
+                old, new = (typing.get_type_hints(c, include_extras=True) for c in both)
                 changed = [f.name for f in fields(current) if getattr(current, f.name) != f.default]
                 names |= {name for name in changed if old[name] == new.get(name)}
             switched: Any = {section: kind(**{name: getattr(current, name) for name in names})}
@@ -500,7 +499,7 @@ def _variant_tag(
     field: tyro.constructors.PrimitiveTypeInfo,
 ) -> tyro.constructors.PrimitiveConstructorSpec | None:
     """Show all variants for a field that names its section's: ``--data.source {digits,...}``."""
-    names = get_args(field.type) if field.type_origin is Literal else ()
+    names = typing.get_args(field.type) if field.type_origin is Literal else ()
     for tags in map(tuple, map(configs.variants, registry.sections())):
         if len(names) == 1 and names[0] in tags:
             return tyro.constructors.PrimitiveConstructorSpec(
@@ -576,7 +575,7 @@ def _first_mistake(
             if owners:
                 tag = f"--{section}.{registry.tag_of(section)}"
                 return f"{flag}: an option of {tag} {' or '.join(owners)}; see {prog} --help"
-            names = ["--" + k.replace("_", "-") for k in known]
+            names = [*map(flag_of, known)]
             meant = re.sub(r"^--no-(.*\.)", r"--\1no-", flag)  # "no" goes with the field
             return f"unknown option {flag}{did_you_mean(meant, names)}; see {prog} --help"
         try:
@@ -605,7 +604,7 @@ def _split(words: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
 def _flag_types(defaults: Any, prefix: str = "") -> dict[str, Any]:
     """{dotted name: type} of every flag, through the sections of the defaults."""
     flag_types: dict[str, Any] = {}
-    hints = get_type_hints(type(defaults), include_extras=True)
+    hints = typing.get_type_hints(type(defaults), include_extras=True)
     for f in fields(defaults):
         value = getattr(defaults, f.name)
         if isinstance(defaults, _WithConfig):
@@ -621,17 +620,17 @@ def _flag_types(defaults: Any, prefix: str = "") -> dict[str, Any]:
 
 def _describe(kind: Any, *, none_allowed: bool = True) -> str:
     """``float | None -> "a number or None"``; the values of a Literal."""
-    if get_origin(kind) is Annotated:
-        plain, *marks = get_args(kind)
-        tables = [mark.names() for mark in marks if isinstance(mark, Choice)]
+    if typing.get_origin(kind) is Annotated:
+        plain, *marks = typing.get_args(kind)
+        tables = [mark.names() for mark in marks if isinstance(mark, sections.Choice)]
         return _describe(Literal[tuple(tables[0])] if tables else plain, none_allowed=none_allowed)
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(map(str, get_args(kind)))
-    if get_origin(kind) in (types.UnionType, Union):
-        kinds = [k for k in get_args(kind) if none_allowed or k is not type(None)]
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(kind)))
+    if typing.get_origin(kind) in (types.UnionType, Union):
+        kinds = [k for k in typing.get_args(kind) if none_allowed or k is not type(None)]
         return " or ".join(map(_describe, kinds))
-    if get_origin(kind) is tuple:
-        first, *rest = get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        first, *rest = typing.get_args(kind)
         times = "one or more" if rest == [...] else f"{len(rest) + 1}"
         return f"{_describe(first)}, {times} times"
     names = {int: "an integer", float: "a number", str: "text", type(None): "None"}

@@ -129,10 +129,8 @@ def run(function: str, *args: Any, size: int = 0) -> Any:
 
     The process stays for the next call. It ends with this one, or with what it cannot bear.
 
-    Args:
-      function: Name of a function with its module, ``"train.data.chat:render"``.
-      *args: Its arguments, which are pickled like its result.
-      size: Bytes of its input, by which the limits of memory and time grow.
+    The function has a name with its module, such as ``"train.data.chat:render"``. Arguments and
+    result are pickled. Limits of memory and time grow with the ``size`` of its input in bytes.
 
     Raises:
       CodeError: if the function raises an exception.

@@ -362,12 +362,8 @@ def _gather(w: _Writer, eqn: Any, values: _Values, aval: Any) -> _Value:
     new = tuple(i for i in range(len(aval.shape)) if i not in numbers.offset_dims)
     # As rows of one axis, the axes of the indices take its place.
     expected = tuple(range(axes[0], axes[0] + indices.ndim - 1))
-    if (
-        len(axes) != 1
-        or axes != dropped
-        or not all(itertools.starmap(_equal, others))
-        or new != expected
-    ):
+    is_whole = new == expected and all(itertools.starmap(_equal, others))
+    if len(axes) != 1 or axes != dropped or not is_whole:
         raise UnsupportedError("no gather of other than constant rows of one axis")
     return w.add("Gather", [values[0], indices[..., 0].astype(np.int64)], aval, axis=axes[0])
 

@@ -72,8 +72,6 @@ def _check(opened: OpenRun, options: AttributeArguments) -> None:
         raise UserError(f"--{given}: needs --{missing}, too")
     if options.example is not None and options.prompt is not None:
         raise UserError("--example and --prompt: give one of them")
-    if options.label is not None and options.example is None:
-        raise UserError("--label: is the label of --example; give an image")
     if options.example is not None and (kind.predicts, config.data.targets) != ("labels", "class"):
         raise UserError(
             f"--example: {folder.path} is a run of {config.model.name}, which predicts no class of "

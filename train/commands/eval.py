@@ -6,6 +6,7 @@ import jax
 from rich.console import Console
 
 from train.arguments import EvalArguments, given_options
+from train.data.splits import split_of
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError, writing
 from train.output.progress import line_printer
@@ -19,8 +20,6 @@ from train.tasks.segmentation import Views, make_measure
 def main(words: list[str], options: EvalArguments) -> None:
     """Run ``fnet eval RUN``."""
     opened = OpenRun.of(words[0]).for_evaluation(options)
-    if options.chat and options.choices is None:
-        raise UserError("--chat: writes the questions of --choices; give a file of questions")
     if options.choices is None:
         evaluate_run(opened, options, Console())
     else:
@@ -36,6 +35,11 @@ def evaluate_run(opened: OpenRun, options: EvalArguments, console: Console) -> N
     """
     folder, config, log = opened.folder, opened.config, line_printer(console)
     make_cpu_devices(config.mesh)
+    if config.is_release_only and split_of(f"{options.split}/") == "train":
+        raise UserError(
+            f"--split: {options.split}, but {folder.path} writes only what its privacy guarantee "
+            "covers (grad.release_only), and scores of training examples are not covered"
+        )
     is_own = options.path is None and options.split is None
     dataset = None if is_own else config.data.load_test(lambda: opened.outputs)
     # Without the training examples, nothing about gradients can be checked.

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import Annotated, Any, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Self, TypeAlias
 
 from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 from pydantic import AfterValidator, ConfigDict
@@ -51,9 +51,14 @@ class Choice:
         return name
 
 
+Needs: TypeAlias = dict[str, tuple[str, Callable[[Any], bool]]]
+"""Fields that count only if a test of another one holds: ``{field: (other, test)}``."""
+
+
 class Section:
     """Base class of config sections: no unknown fields, no type conversion, no nan or infinity."""
 
+    needs: ClassVar[Needs] = {}
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     def replace(self, **changes: Any) -> Self:
@@ -63,3 +68,14 @@ class Section:
 
     def check(self, config: WholeConfig) -> None:
         """Raise `UserError` if the section does not fit itself or the others of a config."""
+
+
+def without_effect(section: Any, spell: Callable[[str], str]) -> list[str]:
+    """Describe the fields of a dataclass with ``needs`` that are given in vain, by name."""
+    found = []
+    for f in dataclasses.fields(section):
+        other, counts = getattr(section, "needs", {}).get(f.name, ("", None))
+        value = getattr(section, f.name)
+        if counts and value != f.default and not counts(by := getattr(section, other)):
+            found.append(f"{spell(f.name)}: {value} has no effect with {spell(other)} {by}")
+    return found

@@ -1,21 +1,12 @@
 """Optimizer, length, memory, devices and outputs of a run."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Gt, Le, Lt
 
-from train.config.section import (
-    Bytes,
-    Count,
-    CountOrZero,
-    Fraction,
-    NonNegative,
-    Positive,
-    Section,
-    Seed,
-    WholeConfig,
-)
+from train.config import section
+from train.config.section import Count, CountOrZero, Fraction, NonNegative, Positive, Section, Seed
 from train.errors import UserError
 
 
@@ -23,19 +14,19 @@ from train.errors import UserError
 class Optim(Section):
     """Optimizer and learning rate schedule."""
 
+    needs: ClassVar[section.Needs] = {
+        **dict.fromkeys(("momentum", "nesterov"), ("name", ("sgd", "compact_sgd").__contains__)),
+        **dict.fromkeys(("galore_rank", "galore_every"), ("name", "galore".__eq__)),
+        **dict.fromkeys(
+            ("decay_epochs", "decay_rate"),
+            ("schedule", ("step", "multistep", "exponential").__contains__),
+        ),
+    }
+
     name: Literal[
-        "sgd",
-        "adam",
-        "adamw",
-        "lion",
-        "adafactor",
-        "compact_adamw",
-        "compact_sgd",
-        "compact_lion",
-        "muon",
-        "schedule_free_adamw",
-        "galore",
-    ] = "sgd"
+        "sgd", "adam", "adamw", "lion", "adafactor", "compact_adamw", "compact_sgd", "compact_lion",
+        "muon", "schedule_free_adamw", "galore",
+    ] = "sgd"  # fmt: skip
     """Optimizer; compact ones have 8-bit states and need train.params_dtype bfloat16."""
     learning_rate: Positive = 0.1
     """Peak learning rate."""
@@ -84,7 +75,7 @@ class Optim(Section):
         """Whether the optimizer averages parameters instead of decaying the learning rate."""
         return self.name == "schedule_free_adamw"
 
-    def check(self, config: WholeConfig) -> None:
+    def check(self, config: section.WholeConfig) -> None:
         """Check that the optimizer fits the dtype of the parameters and its own options."""
         if self.freeze_backbone:
             self._check_frozen(config)
@@ -122,7 +113,7 @@ class Optim(Section):
                 f"optim.layer_decay: {self.layer_decay:g}, but it is for image networks"
             )
 
-    def _check_frozen(self, config: WholeConfig) -> None:
+    def _check_frozen(self, config: section.WholeConfig) -> None:
         if config.model.task_for(config.data) != "classification":
             raise UserError("optim.freeze_backbone: is for classifiers of images; give False")
         if config.model.pretrained is None and not config.model.is_published:
@@ -157,7 +148,7 @@ class Train(Section):
     patience: Count | None = None
     """Evaluations without a better checkpoint.metric after which the run ends; None is never."""
 
-    def check(self, config: WholeConfig) -> None:
+    def check(self, config: section.WholeConfig) -> None:
         """Check that a private run does not end early."""
         if self.patience is not None and config.is_private:
             raise UserError(
@@ -194,6 +185,8 @@ class Checkpoint(Section):
 class Nonfinite(Section):
     """Steps whose loss or gradient is NaN or infinite."""
 
+    needs: ClassVar[section.Needs] = {"max_skipped": ("skip", bool)}
+
     skip: bool = True
     """Skip the update and report layer and examples; otherwise, or with privacy, the run ends."""
     max_skipped: Count = 10
@@ -214,7 +207,7 @@ class Tracking(Section):
 class Memory(Section):
     """Memory budget and rematerialization (gradient checkpointing)."""
 
-    budget: Bytes | None = None
+    budget: section.Bytes | None = None
     """Memory limit per device, such as 4GiB; the program picks policy and microbatches to fit."""
     policy: Literal["auto", "none", "norms", "dots", "segments", "nested", "offload"] = "auto"
     """Remat policy; auto is the fastest that fits the budget, or none without a budget."""

@@ -32,10 +32,7 @@ def find_annotations(
     Values of masks are 0 for the background; then ids of categories (COCO) if these are 1 to 254,
     else 1, 2, ... in their order; labelme's labels count in alphabetical order.
 
-    Args:
-      root: folder of the data.
-      format: kind of its annotation files.
-      known: values of a trained network's classes by name.
+    A trained network has ``known`` classes: their values by name.
 
     Raises:
       UserError: if there are none, they are damaged, name unknown classes or have no outlines.

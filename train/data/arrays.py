@@ -13,12 +13,12 @@ from annotated_types import Gt, Lt, MaxLen, MinLen
 
 from train import limits
 from train.config.data import Data
-from train.config.section import Count, CountOrZero, Positive, Seed
+from train.config.section import Count, CountOrZero, Needs, Positive, Seed
 from train.data import Arrays, Dataset, columns, num_examples, storage
 from train.data.files import describe_files
 from train.data.image_batches import ImageOptions
 from train.data.labeled_images import check_padding
-from train.data.splits import choose_test_split, describe_hold_out, hold_out_rows
+from train.data.splits import check_split, choose_test_split, describe_hold_out, hold_out_rows
 from train.errors import UserError, shorten
 
 _IMAGE_NAMES = ("x", "image", "images", "data")
@@ -34,6 +34,7 @@ class ArrayFile(Data):
 
     evaluation_options: ClassVar[dict[str, str]] = {"split": "test_split"}
     is_in_unit_interval: ClassVar[bool] = False
+    needs: ClassVar[Needs] = {"padding": ("crop", ("padded", "reflected").__contains__)}
 
     source: Literal["arrays"] = "arrays"
     """Data source; --data.source NAME --help lists the fields of another one."""
@@ -101,6 +102,13 @@ class ArrayFile(Data):
         _check_per_channel("std", self.std, images[0])
         check_padding(self.crop, self.padding, *images[0].shape[1:3])
         users, notes = None, columns.describe_classes(classes, labels[0])
+        if images[0].dtype != np.uint8:
+            named = [
+                (s.images, _range(own, f"{s.images} in {path}"))
+                for s, own in zip(splits, images, strict=True)
+            ]
+            ranges = "; ".join(f"{name} from {a:.4g} to {b:.4g}" for name, (a, b) in named)
+            notes += (f"floating images are not scaled but by data.mean and data.std: {ranges}",)
         used = [*(name for split in splits for name in split), self.class_names, self.user]
         names = [name for name in _array_names(path) if not _is_class_names(name)]
         notes += (*columns.describe_unread(f"arrays of {path}:", [*filter(None, used)], names),)
@@ -111,6 +119,7 @@ class ArrayFile(Data):
         offset = 0
         if len(splits) == 2:
             offset = len(labels[0])
+            notes += tuple(check_split(self, f"{path} has the test images {splits[1].images}"))
             ids = np.arange(offset), offset + np.arange(len(labels[1]))
         else:
             contents = (image.tobytes() for image in images[0])
@@ -238,8 +247,8 @@ def _unreadable(what: object, error: Exception) -> UserError:
 
 def _as_images(images: np.ndarray, name: str, path: Path, config: ArrayFile) -> np.ndarray:
     what = f"{name} in {path}"
-    shape, is_float = images.shape, images.dtype.kind == "f"
-    if images.dtype != np.uint8 and not is_float:
+    shape = images.shape
+    if images.dtype != np.uint8 and images.dtype.kind != "f":
         raise UserError(f"data.images: {what} is {images.dtype}; expected uint8 or floating")
     if images.ndim not in (3, 4):
         raise UserError(
@@ -258,14 +267,12 @@ def _as_images(images: np.ndarray, name: str, path: Path, config: ArrayFile) -> 
             f"data.axes: {what} has shape {shape}, whose channels may be first or last; give "
             "channels_first or channels_last"
         )
-    if is_float:
-        _check_finite(images, what)
     return images
 
 
-def _check_finite(images: np.ndarray, what: str) -> None:
-    """Check images as float32, the dtype of batches, in parts to save memory."""
-    count = max(_BYTES_PER_CHECK // images[0].nbytes, 1)
+def _range(images: np.ndarray, what: str) -> tuple[float, float]:
+    """Return the smallest and largest value as float32, the dtype of batches, found in parts."""
+    count, least, most = max(_BYTES_PER_CHECK // images[0].nbytes, 1), np.inf, -np.inf
     for start in range(0, len(images), count):
         with np.errstate(over="ignore"):
             part = images[start : start + count].astype(np.float32, copy=False)
@@ -274,6 +281,8 @@ def _check_finite(images: np.ndarray, what: str) -> None:
             i, *pixel = np.argwhere(~finite)[0]
             value = images[start + i][tuple(pixel)]
             raise UserError(f"data.images: {what} has {value} in image {start + i}")
+        least, most = min(least, float(part.min())), max(most, float(part.max()))
+    return least, most
 
 
 def _check_splits(
@@ -285,10 +294,7 @@ def _check_splits(
                 f"data.labels: {split.labels} in {path} has {len(label):,} labels for the "
                 f"{len(image):,} images in {split.images}"
             )
-    kinds = [
-        f"{'uint8' if image.dtype == np.uint8 else 'floating'} {image.shape[1:]}"
-        for image in images
-    ]
+    kinds = [f"{'uint8' if a.dtype == np.uint8 else 'floating'} {a.shape[1:]}" for a in images]
     if len({*kinds}) > 1:
         train, test = splits
         raise UserError(

@@ -230,11 +230,8 @@ def load_template(
 ) -> ChatTemplate:
     """Load a chat template, and the special tokens that it uses.
 
-    Args:
-      folder: Folder with ``tokenizer_config.json``, and optionally ``chat_template.jinja``. None
-        if there is only ``path``, whose special tokens are then empty.
-      path: Jinja file to use in place of the folder's template.
-      now: Clock of the template.
+    A folder has ``tokenizer_config.json``, and perhaps ``chat_template.jinja``, which a Jinja file
+    at ``path`` replaces. Without a folder, special tokens are empty.
 
     Raises:
       UserError: if there is no template, or a file is unreadable.

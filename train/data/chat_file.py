@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Lt, MinLen
 from typing_extensions import override
 
 from train.config import Config
-from train.config.section import Count, Seed
+from train.config.section import Count, Needs, Seed
 from train.data import Arrays, Dataset, columns, records
 from train.data.chat import DATA_DATE, ROLES, ChatTemplate, load_template
 from train.data.chat_end import AnswerEnd, find_end
@@ -93,6 +93,9 @@ class AnswerFile(Text):
     """Examples with answers in a JSON lines or Parquet file."""
 
     evaluation_options: ClassVar[dict[str, str]] = {"path": "test_path"}
+    needs: ClassVar[Needs] = dict.fromkeys(
+        ("test_fraction", "split_seed"), ("test_path", (None,).__contains__)
+    )
 
     path: str = "data.jsonl"
     """File of JSON lines, .parquet file (fnet-jax[parquet]), a folder of them, or a URL."""
@@ -478,6 +481,7 @@ class Reader:
         self._used: list[str] = []
         self._seen: dict[str, None] = {}
         self._written: dict[str, bool] = {}  # whether the template writes a role or a key
+        self._with_end: dict[str, None] = {}  # places of chats
         self.end: AnswerEnd | None = None
         self.has_end = True
 
@@ -571,6 +575,9 @@ class Reader:
         )
         if self.template and self._config.label is None and self._tokenizer.folder:
             notes.insert(0, self._ends(self.template))
+        if self.end and self._with_end:
+            count, first = len(self._with_end), next(iter(self._with_end))
+            notes.append(f"{self.end.text} in a message of {count:,} chats ends it there: {first}")
         if unwritten := [what for what, is_written in self._written.items() if not is_written]:
             assert self.template
             notes.append(f"{self.template.where} does not write {shorten(unwritten)} of chats")
@@ -630,6 +637,8 @@ class Reader:
         learned = [message.pop("weight") for message in messages]
         tools = _tools(record)
         self._find_unwritten(messages, tools)
+        if self.end and any(self.end.text in message["content"] for message in messages):
+            self._with_end[record.place] = None
         if self._config.label is not None:
             return [(self.template.render(messages, tools=tools), [])]
         if self._config.loss_on == "all":

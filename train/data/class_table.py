@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from train.data.columns import parse_integer, read_rows
+from train.data.columns import TITLES, parse_integer, read_rows
 from train.errors import UserError, shorten
 
 Color = tuple[int, int, int]
@@ -51,11 +51,8 @@ def find_table(
 ) -> tuple[tuple[Row, ...], str]:
     """Return the rows of a class table, and where they come from; no rows and "" without one.
 
-    Args:
-      given: file, or the name of a published data set; None looks for one of `FILES`.
-      root: folder of the data. A relative file may be below it.
-      default: published data set whose table is used if there is no file, or None.
-      is_needed: whether the given file must be there.
+    The table is a file, perhaps below the folder ``root`` of the data, or the name of a published
+    data set. None looks for one of `FILES`, else takes the ``default`` data set's.
     """
     if given in PUBLISHED:
         return PUBLISHED[given], given
@@ -127,8 +124,6 @@ _SHAPES: dict[str, tuple[str, ...]] = {
 }
 """Meaning of the numbers (1) and colors (#) before and after the name (n) of a line."""
 _NAMES = ("name", "class", "classname")
-_TITLES = (*_NAMES, "names", "classes", "classnames", "category", "categories", "label")
-"""First lines of a list of names that are no name."""
 _COLUMNS: dict[str, str] = {
     **dict.fromkeys(_NAMES, "name"),
     **dict.fromkeys(("value", "id", "idx", "index", "label", "number", "gray", "grey"), "value"),
@@ -147,7 +142,7 @@ def _rows(lines: Sequence[list[str]]) -> Iterator[Row]:
         lines = [line[0].split() for line in lines]  # separated by spaces
     titles = [*map(_plain, lines[0])]
     if len(titles) == 1 or not any(title == "label" or title in _NAMES for title in titles):
-        has_head = len(titles) == 1 and titles[0] in _TITLES
+        has_head = len(titles) == 1 and titles[0] in TITLES
         yield from map(_row, _without_head(lines[has_head:], has_head=has_head))
         return
     head, *body = lines

@@ -4,9 +4,11 @@ import csv
 import gzip
 import io
 import json
+import math
 import re
 import unicodedata
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,15 +19,23 @@ from train.data import storage
 from train.errors import UserError, did_you_mean, list_available, shorten
 
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
+DECIMAL_COMMA = re.compile(r"[-+]?[0-9]*,[0-9]+")
 _PLAIN = re.compile(r"0|-?[1-9][0-9]{0,17}")
 _COMMENT = re.compile(r"\s*#(?![0-9a-fA-F]{6}\b)")
 """Start of a line that is a comment, and not a color."""
 _CVAT = re.compile(r":\d+,\d+,\d+")
 """Color in labelmap.txt of CVAT, whose fields are separated by colons."""
+_CONTROL = re.compile(r"[\0-\x08\x0e-\x1f\x7f]")
 _BREAK = re.compile(r"\s*[\r\n]+\s*")
 _JOINED = re.compile(r"\s*[|;,/]\s*")
 _NEVER = "\x1f"
 """Separator of fields that no text has, because a name may have a comma."""
+_NUMBERED = re.compile(r"(\d{1,9})[\s:;,.)=]")
+TITLES = (
+    *("name", "class", "classname", "names", "classes", "classnames"),
+    *("category", "categories", "label"),
+)
+"""First lines of a list of names that are no name."""
 NO_TEXT = {
     b"PAR1": "Parquet",
     b"PK\x03\x04": "a zip archive, such as .docx or .xlsx",
@@ -55,14 +65,8 @@ def choose(
 ) -> str:
     """Return the given name, else the only usual one of the candidates, else the only candidate.
 
-    Args:
-      option: config field that gives the name, for error messages.
-      given: its value.
-      names: all names that there are.
-      where: file or data set that has them.
-      kind: what they are the names of, such as ``"column"``.
-      candidates: names that are possible if none is given.
-      usual: usual names.
+    The config field ``option`` gives it. ``names`` are all there are, of a kind such as
+    ``"column"``, in the file or data set ``where``.
     """
     available = list(names)
     if given is not None:
@@ -150,10 +154,7 @@ def decode_text(content: bytes, path: str, option: str, errors: str = "strict") 
 def read_rows(path: str, option: str, separator: str | None = None) -> list[list[str]]:
     """Read the rows of a small table as `csv` does, without comments: lines that begin with #.
 
-    Args:
-      path: The file.
-      option: Config field that names it, for error messages.
-      separator: Between fields; None is a tab, a semicolon or a comma, whichever the file has.
+    Without a separator, it is a tab, a semicolon or a comma, whichever the file has.
 
     Raises:
       UserError: if it is unreadable, or a line between others is empty, which would count for one
@@ -184,7 +185,15 @@ def read_rows(path: str, option: str, separator: str | None = None) -> list[list
 
 def read_names(path: str, option: str) -> tuple[str, ...]:
     """Read the names of labels 0, 1, ..., one per line, as `read_rows` does."""
-    return tuple(name for (name,) in read_rows(path, option, _NEVER))
+    names = tuple(name for (name,) in read_rows(path, option, _NEVER))
+    numbers = [int(match[1]) for name in names if (match := _NUMBERED.match(name))]
+    is_count = sorted(numbers) in ([*range(len(names))], [*range(1, len(names) + 1)])
+    if names and (names[0].lower() in TITLES or (is_count and numbers != sorted(numbers))):
+        raise UserError(
+            f"{option}: line 1 of {path} is {names[0]}, but names label 0, and line 2 label 1; "
+            "leave titles out, and sort lines by their numbers"
+        )
+    return names
 
 
 def is_missing(value: Any) -> bool:
@@ -208,7 +217,7 @@ def parse_labels(values: Iterable[Any], where: Callable[[int], str]) -> np.ndarr
                 f"{where(i)} has the label {str(value).strip()}, which stands for none; leave it "
                 "out, or give the class another name"
             )
-        if not isinstance(text, str) or not text.strip():
+        if not isinstance(text, str) or not text.strip() or _CONTROL.search(text):
             raise UserError(
                 f"{where(i)} has the label {value!r:.40}; expected an integer from 0, or a name"
             )
@@ -216,6 +225,12 @@ def parse_labels(values: Iterable[Any], where: Callable[[int], str]) -> np.ndarr
         texts.append(clean_name(text))
     if all(map(_PLAIN.fullmatch, texts)):
         return np.array(texts, np.int64) if texts else np.zeros(0, np.int64)
+    if not all(map(_INTEGER.fullmatch, texts)) and all(map(is_number, texts)):
+        i = next(i for i, text in enumerate(texts) if not _INTEGER.fullmatch(text))
+        raise UserError(
+            f"{where(i)} has the label {texts[i]}, and all are numbers, but classes are names, or "
+            "integers of up to 18 digits; to predict them give data.targets numbers (image_table)"
+        )
     return np.array(texts, str)
 
 
@@ -233,6 +248,16 @@ def parse_integer(text: str) -> int:
     if not _INTEGER.fullmatch(text):
         raise ValueError(f"{text!r} is not an integer")
     return int(text)
+
+
+def is_number(text: str) -> bool:
+    """Whether a text is a finite number, perhaps with a comma for its point."""
+    if DECIMAL_COMMA.fullmatch(text):
+        return True
+    try:
+        return math.isfinite(parse_number(text))
+    except ValueError:
+        return False
 
 
 def parse_number(text: str) -> float:
@@ -311,12 +336,14 @@ def check_names(names: Iterable[str], what: str) -> tuple[str, ...]:
 def describe_classes(names: Sequence[str], labels: np.ndarray | None = None) -> tuple[str, ...]:
     """Return notes about names that look alike, and about classes without images.
 
-    Args:
-      names: names of the classes.
-      labels: class of each training image, [N], or which labels it has, [N, labels].
+    Training images have a class, [N], or several labels, [N, labels].
     """
     notes = describe_alike(names, "classes")
     known = {*names}
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        notes.append(f"several classes are called {shorten(twice)}; reports cannot tell them apart")
+    if "" in known:
+        notes.append(f"class {names.index('')} has no name")
     if joined := [n for n in names if n not in (parts := _JOINED.split(n)) and known >= {*parts}]:
         notes.append(f"the class {joined[0]} joins others, as several labels of an image would be")
     held = np.arange(len(names)) if labels is None else labels

@@ -68,11 +68,7 @@ def describe_files(
 ) -> tuple[str, ...]:
     """Return the notes of `describe_images` and `describe_copies`.
 
-    Args:
-      train: training images, by default paths.
-      test: test images.
-      file_of: ``image -> file``.
-      name: ``image -> text``, what the user knows it by.
+    Images are paths, unless ``file_of`` gives their files, and ``name`` what the user calls them.
     """
     train, test = [*train], [*test]
     notes = describe_images([*train, *test], file_of, name)

@@ -12,10 +12,10 @@ from typing_extensions import override
 
 from train.config.section import Count
 from train.data import Dataset, columns
+from train.data import splits as rules
 from train.data.decode import File, UnreadableError
 from train.data.labeled_images import image_dataset
 from train.data.photos import Photos
-from train.data.splits import choose_test_split, describe_hold_out, describe_splits, hold_out_rows
 from train.errors import UserError, list_available
 
 _TRAIN = "train"
@@ -69,7 +69,7 @@ class HuggingFace(Photos):
                 f"data.path: {self.path} has no split {_TRAIN}"
                 f"{list_available(list(available), 'splits')}"
             )
-        test = choose_test_split(self.test_split, list(available), self.path)
+        test = rules.choose_test_split(self.test_split, list(available), self.path)
         names = [_TRAIN, test or _TRAIN]
         splits = [available[name] for name in names]
         image, label = _choose_columns(datasets, self, splits[0].features)
@@ -102,17 +102,16 @@ class HuggingFace(Photos):
             user = columns.choose("data.user", self.user, splits[0].features, self.path, "column")
             what = f"data.user: {user} in {self.path}"
             users = columns.check_users(_read(splits[0], user), len(labels[0]), what)
-        files = [
-            s.select_columns([image]).cast_column(image, datasets.Image(decode=False))
-            for s in splits
-        ]
+        encoded = datasets.Image(decode=False)
+        files = [s.select_columns([image]).cast_column(image, encoded) for s in splits]
         index = [np.arange(len(split)) for split in labels]
-        notes = [*describe_splits(_TRAIN, test, available)] if test else []
+        notes = [*rules.describe_splits(_TRAIN, test, available)] if test else []
+        notes += rules.check_split(self, f"{self.path} has the split {test}") if test else []
         used = [name for name in (image, label, self.user) if name]
         notes += columns.describe_unread("columns", used, splits[0].features)
         if not test:
-            is_test = hold_out_rows(self, map(_key, files[0]), labels[0], users)
-            notes.append(describe_hold_out(self, is_test, f"no test split in {self.path}"))
+            is_test = rules.hold_out_rows(self, map(_key, files[0]), labels[0], users)
+            notes.append(rules.describe_hold_out(self, is_test, f"no test split in {self.path}"))
             index = [np.flatnonzero(~is_test), np.flatnonzero(is_test)]
             labels = [labels[0][part] for part in index]
         # Which split each image is in, and where.

@@ -130,7 +130,9 @@ def _find_splits(config: ImageFolder) -> tuple[tuple[str, ...], _Split, _Split, 
     folders = subfolders(root, skipped)
     usual = {*itertools.chain(*splits.SPLIT_NAMES.values())}
     train_name, test_name = splits.choose_training_split(folders), None
-    if train_name or len(folders) == 1 or usual & {name.lower() for name in folders}:
+    kinds = {splits.split_of(f"{name}/") for name in folders}
+    are_splits = bool(usual & {name.lower() for name in folders}) or len(kinds - {None}) > 1
+    if train_name or len(folders) == 1 or are_splits:
         if train_name is None:
             raise UserError(
                 f"data.path: no folder {root / 'train'}; {root} must hold {_EXPECTED}"
@@ -138,7 +140,7 @@ def _find_splits(config: ImageFolder) -> tuple[tuple[str, ...], _Split, _Split, 
             )
         test_name = splits.choose_test_split(config.test_split, folders, root)
         if test_name is not None:
-            splits.refuse_folds(config, f"{root} has the folder {test_name}")
+            given = splits.check_split(config, f"{root} has the folder {test_name}")
     elif config.test_split is not None:
         raise UserError(
             f"data.test_split: {root} holds the classes themselves, and data.test_fraction of "
@@ -168,7 +170,7 @@ def _find_splits(config: ImageFolder) -> tuple[tuple[str, ...], _Split, _Split, 
         notes = splits.describe_splits(train_name or "", test_name, folders)
         subfolders(root / test_name, skipped)
         train = _find(root, train_name, names, skipped)
-        return names, train, _find(root, test_name, names), notes
+        return names, train, _find(root, test_name, names), (*notes, *given)
     whole = _find(root, train_name, names, skipped)
     keys = [path.removeprefix(whole.prefix) for path in whole.paths]
     users = None if config.user is None else _users(root, whole).tolist()
@@ -229,11 +231,7 @@ def _find(
         problem = "no image" if len(empty) == len(classes) else "no image of a class"
         raise UserError(f"data.path: {problem} in {shorten(empty)}; expected {IMAGE_PATTERNS}")
     return _Split(
-        [
-            f"{prefix}{name}/{path}"
-            for name, f in zip(names, files, strict=True)
-            for path in f.paths
-        ],
+        [f"{prefix}{n}/{path}" for n, f in zip(names, files, strict=True) for path in f.paths],
         np.repeat(np.arange(len(classes), dtype=np.int32), [len(f.paths) for f in files]),
         sum((f.skipped for f in files), skipped or Counter()),
         prefix,

@@ -18,7 +18,7 @@ from train.data.labeled_images import image_dataset
 from train.data.order import Rows, ShuffledBatches
 from train.data.photos import LabeledFiles
 from train.data.shards import CACHE_BYTES, EXPECTED, Fields, Index, Shards, format_of, index_shards
-from train.data.splits import content_keys, describe_hold_out, hold_out, refuse_folds, split_of
+from train.data.splits import check_split, content_keys, describe_hold_out, hold_out, split_of
 from train.errors import UserError, shorten
 
 _REMOTE_BATCHES = 2
@@ -84,7 +84,7 @@ class ImageShards(LabeledFiles):
         others = Shards(every, indices)  # which keep nothing for batches
         shards = Shards(every, indices)
         if test_paths:
-            refuse_folds(self, f"the test shards are {shorten(test_paths)}")
+            notes += check_split(self, f"the test shards are {shorten(test_paths)}")
         else:
             keys = _keys(indices, others, shard, place)
             is_test = hold_out(self, keys, label)

@@ -1,7 +1,6 @@
 """Images whose labels are in a table: CSV, JSON lines or Parquet."""
 
 import functools
-import math
 import os
 import posixpath
 import re
@@ -23,7 +22,7 @@ from train.data.labeled_images import image_dataset
 from train.data.photos import LabeledFiles
 from train.data.placeholder import Placeholder
 from train.data.records import Record
-from train.data.splits import SPLIT_NAMES, describe_hold_out, hold_out_files, refuse_folds
+from train.data.splits import SPLIT_NAMES, check_split, describe_hold_out, hold_out_files
 from train.errors import UserError, list_available, shorten
 
 _NUMBERED = ("image_id", "id")
@@ -36,7 +35,7 @@ _LABEL_COLUMNS = ("label", "labels", "class", "target", "category", "y")
 _BOOLEANS = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0, "no": 0.0, "yes": 1.0}
 _TABLES = (".csv", ".tsv", ".jsonl", ".parquet", ".gz")
 _SEPARATORS = ("|", ";", ",", " ")
-_DECIMAL_COMMA, _DIGITS = re.compile(r"[-+]?[0-9]*,[0-9]+"), re.compile(r"[-+]?[0-9]+")
+_DIGITS = re.compile(r"[-+]?[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -127,10 +126,16 @@ def load(config: ImageTable, trained: Outputs | None = None) -> Dataset:
         used = [table.column, *_label_columns(table), _split_column(table), config.group]
         every = (name for row in table.rows for name in row.fields)
         notes += columns.describe_unread("columns", [*filter(None, used)], every)
-        listed, named = list_images(table.folder).paths, {*table.files}
-        if others := [name for name in listed if name not in named]:
+        root, listed = os.path.abspath(table.folder), list_images(table.folder).paths
+        named = {os.path.normpath(os.path.join(root, name)) for name in table.files}
+        if others := [name for name in listed if os.path.join(root, name) not in named]:
             some = shorten(others, 3)
             notes.append(f"left out {len(others):,} images in {table.folder} of no row: {some}")
+        label = _label_columns(table)[0]
+        if config.separator and not any(
+            config.separator in str(r.fields[label]) for r in table.rows
+        ):
+            notes.append(f"no label has data.separator {config.separator}: one label per image")
     is_train, is_test, split_notes = _splits(table, target, is_whole=trained is not None)
     if trained is not None:
         if config.images is not None:
@@ -337,12 +342,6 @@ def _classes(table: _Table, known: _Names | None) -> tuple[np.ndarray, _Names]:
         )
     values = [_cell(row, column, "data.label") for row in table.rows]
     labels = columns.parse_labels(values, lambda i: f"data.label: {table.rows[i].place}")
-    if not columns.are_integers(labels) and all(map(_is_number, labels.tolist())):
-        raise UserError(
-            f"data.label: {column} of {table.config.path} has numbers with fractions, such as "
-            f"{' and '.join(np.unique(labels)[:2].tolist())}; to predict them give data.targets "
-            "numbers; classes are integers or names"
-        )
     names = known or tuple(map(str, np.unique(labels).tolist()))
     numbers = {columns.normalized(name): i for i, name in enumerate(names)}
     rows = zip(table.rows, map(str, labels.tolist()), strict=True)
@@ -356,15 +355,6 @@ def _number(row: Record, name: str, numbers: Mapping[str, int]) -> int:
             f"{shorten([*numbers], 12)}"
         )
     return numbers[name]
-
-
-def _is_number(text: str) -> bool:
-    if _DECIMAL_COMMA.fullmatch(text):
-        return True
-    try:
-        return math.isfinite(columns.parse_number(text))
-    except ValueError:
-        return False
 
 
 def _labels(table: _Table, known: _Names | None) -> tuple[np.ndarray, _Names]:
@@ -454,7 +444,7 @@ def _numbers(table: _Table, known: _Names | None) -> tuple[np.ndarray, _Names]:
                 return number
         except (ValueError, TypeError, OverflowError):
             pass
-        comma = isinstance(value, str) and _DECIMAL_COMMA.fullmatch(value.strip())
+        comma = isinstance(value, str) and columns.DECIMAL_COMMA.fullmatch(value.strip())
         raise UserError(
             f"data.label: {row.place}: {column} is {value!r:.40}; expected a finite number"
             + (", with a point in place of the comma" if comma else "; remove rows without one")
@@ -486,7 +476,7 @@ def _splits(
         whole = f" by {config.group}" if config.group else ""
         note = describe_hold_out(config, is_test, f"no column split in {config.path}", whole)
         return ~is_test, is_test, [] if is_whole else [note, *notes]
-    refuse_folds(config, f"{config.path} has the column {column}")
+    given = check_split(config, f"{config.path} has the column {column}")
     named = [str(_cell(row, column, "data.split")).strip() for row in table.rows]
     kinds = {name: kind for kind, names in SPLIT_NAMES.items() for name in names}
     own = np.array([kinds.get(name.lower(), name) for name in named])
@@ -509,6 +499,7 @@ def _splits(
             )
     others = [f"{name} ({n:,})" for name, n in there.items() if name not in ("train", test)]
     note = f"rows of {shorten(others)} in the column {column} are not read; tested on: {test}"
+    notes = [] if is_whole else [*given, *notes]
     return is_train, is_test, [note, *notes] if others and not is_whole else notes
 
 

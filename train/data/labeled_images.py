@@ -8,18 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from train.data import Arrays, Dataset, Scaling, num_examples
+from train.data import image_batches as batches
 from train.data.augment import draw_mixup, mixup, resize_shorter_side
 from train.data.columns import describe_classes
 from train.data.decode import File, UnreadableError, decode, file_bytes
 from train.data.files import describe_files
-from train.data.image_batches import (
-    Crop,
-    ImageOptions,
-    evaluation_shape,
-    read_evaluation,
-    read_local,
-    read_training,
-)
+from train.data.image_batches import Crop, ImageOptions, evaluation_shape, read_evaluation
 from train.data.workers import Workers
 from train.errors import UserError
 
@@ -76,7 +70,7 @@ def image_dataset(
 
         return call
 
-    read_train, read_test = reader(read_training, options), reader(read_evaluation, options)
+    read_train, read_test = reader(batches.read_training, options), reader(read_evaluation, options)
     num_train = len(labels[0])
     ids = np.arange(sum(map(len, labels)), dtype=np.int32)
     if options.cache:
@@ -92,14 +86,14 @@ def image_dataset(
         n, local = num_examples(rows), rows.get("local")
         draws = {"id": rows["id"]} | options.draw(n, generator)
         if not (options.mixup or options.cutmix):
-            return rows | read_local(read_train, draws, local)
+            return rows | batches.read_local(read_train, draws, local)
         mixed = draw_mixup(n, options.mixup, generator, options.cutmix)
         if local is not None:  # with the images that are mixed in
             local = local | np.isin(np.arange(n), mixed["other"][local])
-        return mixup(rows | read_local(read_train, draws, local), mixed)
+        return mixup(rows | batches.read_local(read_train, draws, local), mixed)
 
     def prepare(rows: Arrays) -> Arrays:
-        return rows | read_local(read_test, {"id": rows["id"]}, rows.get("local"))
+        return rows | batches.read_local(read_test, {"id": rows["id"]}, rows.get("local"))
 
     def explain(id: int) -> str | None:
         (file,) = files(np.array([id]))

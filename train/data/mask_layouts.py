@@ -178,7 +178,6 @@ def find_layout(
     """Find the images and masks of a folder.
 
     Args:
-      root: folder that the user gave.
       given: its layout; None tries all that need no option. A trained network also tries those of
         published data sets.
       training: whether it must hold training images.

@@ -12,20 +12,11 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
+from train.data import label_map as readings
 from train.data.class_table import VOID, Row
 from train.data.columns import is_named
 from train.data.decode import MaskValues, UnreadableError, pack_colors
-from train.data.label_map import (
-    IGNORE,
-    PNG,
-    READINGS,
-    LabelMap,
-    Pairs,
-    Reading,
-    color_text,
-    held_colors,
-    ranges,
-)
+from train.data.label_map import IGNORE, LabelMap, Pairs, Reading, color_text, ranges
 from train.errors import UserError, shorten
 
 SAMPLED = 64
@@ -160,18 +151,14 @@ def choose_reading(
 ) -> LabelMap:
     """Read masks as the config says, else by index or by color, whichever they allow.
 
-    Args:
-      given: how masks are read; None if the config does not say it.
-      label_map: the map.
-      samples: some of the masks.
-      are_values: whether each class was given its value, so that palettes may differ.
+    Palettes may differ if each class was given its value (``are_values``).
 
     Raises:
       UserError: if masks allow both with different labels, or differ in what they allow.
     """
     if given is not None:
         return replace(label_map, reading=given, palette=())
-    maps = [replace(label_map, reading=reading, palette=()) for reading in READINGS]
+    maps = [replace(label_map, reading=reading, palette=()) for reading in readings.READINGS]
     has_colors = any(sample.mask.holds_colors for sample in samples)
     allowed: dict[Reading, str] = {}
     unclear = ""
@@ -209,7 +196,7 @@ def _common_palette(label_map: LabelMap, samples: Iterable[Sample]) -> Pairs:
     others: dict[int, set[int]] = {}
     ignored = {value for value, label in label_map.values if label == IGNORE}
     for path, _, mask in samples:
-        for index, color in held_colors(mask):
+        for index, color in readings.held_colors(mask):
             other, earlier = held.setdefault(index, (color, path))
             if color != other and index not in ignored:
                 raise UserError(
@@ -295,7 +282,7 @@ def _as_in_run(config: _Config, trained: LabelMap, samples: Sequence[Sample]) ->
     if label_map.reading == "color" or config.mask_reading is not None:
         return label_map
     known = dict(trained.palette)
-    for index, color in (pair for sample in samples for pair in held_colors(sample.mask)):
+    for index, color in (pair for sample in samples for pair in readings.held_colors(sample.mask)):
         if known.get(index, color) != color:
             raise UserError(
                 f"data.mask_reading: palette index {index} is {color_text(color)}, but "
@@ -400,7 +387,8 @@ def _explain_unknown_classes(samples: Sequence[Sample], config: _Config) -> str:
         kinds = {sample.mask.kind for sample in samples}
         held = f"the masks hold {'palette indices ' * (kinds == {'palette'})}{ranges(values)}"
     if any(sample.mask.is_lossy for sample in samples):
-        return f"data.path: masks are compressed with loss, which changes values: {held}; {PNG}"
+        lossy = "masks are compressed with loss, which changes values"
+        return f"data.path: {lossy}: {held}; {readings.PNG}"
     if colors:
         return (
             f"data.class_table: {held}; name the class of each color in {config.path}/classes.csv, "

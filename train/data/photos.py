@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from typing_extensions import override
 
 from train.config.data import Data
-from train.config.section import Count, CountOrZero, Fraction, NonNegative, Positive, Seed
+from train.config.section import Count, CountOrZero, Fraction, Needs, NonNegative, Positive, Seed
 from train.data import Arrays
 from train.data.augment import evaluation_crops, resize_shorter_side
 from train.data.placeholder import Placeholder, missing_paths, zeros
@@ -61,6 +61,11 @@ class Photos(DecodedImages):
     """Image files with labels, which are resized and cropped to one size."""
 
     evaluation_options: ClassVar[dict[str, str]] = {"image_size": "image_size", "resize": "resize"}
+    needs: ClassVar[Needs] = {
+        "padding": ("crop", ("padded", "reflected").__contains__),
+        "min_area": ("crop", "resized".__eq__),
+        "magnitude": ("rand_augment", bool),
+    }
     border = 0
     """Pixels of reflected border that are added to each test image before ten-crop."""
 
@@ -114,6 +119,7 @@ class LabeledFiles(Photos):
     """Images with labels, from folders or shards."""
 
     evaluation_options = {"crops": "crops", "border": "border"} | Photos.evaluation_options
+    needs: ClassVar[Needs] = Photos.needs | {"test_fraction": ("folds", (None,).__contains__)}
 
     mixup: NonNegative = 0.0
     """Mixup strength alpha: mixing weights come from Beta(alpha, alpha); 0 is no mixup."""

@@ -9,7 +9,7 @@ from annotated_types import Ge, Lt
 from typing_extensions import override
 
 from train.config.data import Content
-from train.config.section import Positive
+from train.config.section import Needs, Positive
 from train.data import Arrays, Dataset, records
 from train.data.chat_file import AnswerFile, ChatFile, Document, Reader, Rows
 from train.data.columns import describe_unread
@@ -27,6 +27,7 @@ class PreferenceFile(AnswerFile):
     """Pairs of answers of which one is preferred, for DPO, ORPO or a reward model."""
 
     content: ClassVar[Content] = "preferences"
+    needs: ClassVar[Needs] = AnswerFile.needs | {"beta": ("objective", "reward".__ne__)}
 
     source: Literal["preference_file"] = "preference_file"
     """Data source; --data.source NAME --help lists the fields of another one."""

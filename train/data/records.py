@@ -19,7 +19,7 @@ _PARQUET = (".parquet", ".pq")
 JSON_LINES = (".jsonl", ".ndjson")
 _OF_FOLDERS = (*JSON_LINES, *_PARQUET)
 _QUOTED = re.compile(r'\s+".*"\s*', re.DOTALL)  # the quotes would be part of the value
-_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _KINDS = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
 
 
@@ -67,11 +67,8 @@ class Record(NamedTuple):
 def read(path: str, option: str, notes: list[str] | None = None) -> Iterator[Record]:
     """Yield the records of a file in order: of Parquet or CSV by its suffix, else of JSON lines.
 
-    Args:
-      path: File, or a folder of .jsonl, .jsonl.gz and .parquet files, which are read by name, at
-        any depth; or the URL of one, such as gs://bucket/file.jsonl.
-      option: Config field or flag that names it, for error messages.
-      notes: Is told what files of a folder are left out.
+    The path is a file, or a folder of .jsonl, .jsonl.gz and .parquet files, which are read by name,
+    at any depth; or the URL of one, such as gs://bucket/file.jsonl. What is left out goes to notes.
 
     Raises:
       UserError: if two files of a folder may have the same records, or are of different splits.
@@ -117,7 +114,7 @@ def _check_folder(files: list[str], path: str, option: str) -> None:
 
 def _read_file(path: str, option: str) -> Iterator[Record]:
     suffix = _suffix(path)
-    if suffix in _SEPARATORS:
+    if suffix in SEPARATORS:
         return _read_csv(path, option)
     return (_read_parquet if suffix in _PARQUET else _read_json_lines)(path, option)
 
@@ -130,7 +127,7 @@ def _read_csv(path: str, option: str) -> Iterator[Record]:
     with storage.reported(option, path), storage.open_file(path) as file:
         content = file.read()
     text = decode_text(content, path, option)
-    separator = _SEPARATORS[_suffix(path)]
+    separator = SEPARATORS[_suffix(path)]
     head = text.lstrip().partition("\n")[0]
     if separator not in head or (separator == "," and head.count(";") > head.count(",")):
         separator = max((separator, *",;\t|"), key=head.count)
@@ -175,11 +172,8 @@ def _read_json_lines(path: str, option: str) -> Iterator[Record]:
                 continue
             is_array = number == 1 and line.lstrip().startswith(b"[")
             hint = f"; for an array, jq -c '.[]' {path}" if is_array else ""
-            hint = (
-                hint
-                if _suffix(path) in (*JSON_LINES, ".json")
-                else "; tables are .csv, .tsv or .parquet"
-            )
+            if _suffix(path) not in (*JSON_LINES, ".json"):
+                hint = "; tables are .csv, .tsv or .parquet"
             try:
                 fields = parse_json(line)
             except (ValueError, RecursionError) as error:

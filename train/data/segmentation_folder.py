@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from typing_extensions import override
 
 from train.config.data import Content
-from train.config.section import Count, CountOrZero, Positive
+from train.config.section import Count, CountOrZero, Needs, Positive
 from train.data import Arrays, Dataset, Outputs, num_examples
 from train.data import masks as mask_rules
 from train.data.annotations import find_annotations
@@ -30,7 +30,7 @@ from train.data.mask_layouts import FORMATS, FoundLayout, Layout, Pair, find_lay
 from train.data.photos import DecodedImages
 from train.data.placeholder import Placeholder, missing_paths, zeros
 from train.data.preprocessing import Preprocessor
-from train.data.splits import describe_hold_out, describe_splits, hold_out, refuse_folds
+from train.data.splits import check_split, describe_hold_out, describe_splits, hold_out
 from train.data.workers import Workers
 from train.errors import UserError, shorten
 
@@ -45,6 +45,7 @@ class SegmentationFolder(DecodedImages):
     """Images with segmentation masks: images of the same size whose values are labels."""
 
     content: ClassVar[Content] = "masks"
+    needs: ClassVar[Needs] = {"test_fraction": ("folds", (None,).__contains__)}
     evaluation_options: ClassVar[dict[str, str]] = {
         "split": "test_split",
         "path": "path",
@@ -297,8 +298,6 @@ def _find_splits(
     found: FoundLayout, config: SegmentationFolder, *, test_only: bool
 ) -> tuple[list[Pair], list[Pair], list[str]]:
     root = found.root
-    if found.is_split:
-        refuse_folds(config, f"{root} has the splits {shorten(found.splits)}")
     if not found.is_split:
         if config.test_split is not None:
             raise UserError(
@@ -313,13 +312,14 @@ def _find_splits(
         for pair, is_test in zip(pairs, held_out, strict=True):
             splits[bool(is_test)].append(pair)
         return *splits, [describe_hold_out(config, held_out, f"{root} has no splits")]
+    given = check_split(config, f"{root} has the splits {shorten(found.splits)}")
     test_split = found.test(config.test_split)
     if test_only:
         test = found.pairs(test_split)
         return test[:1], test, []
     train_split = found.train
     assert train_split is not None  # `find_layout` has looked for it
-    notes = [*describe_splits(train_split, test_split, found.splits)]
+    notes = [*describe_splits(train_split, test_split, found.splits), *given]
     return found.pairs(train_split), found.pairs(test_split), notes
 
 

@@ -164,12 +164,15 @@ def describe_hold_out(config: Data, is_test: np.ndarray, why: str, by: str = "")
     )
 
 
-def refuse_folds(config: Data, why: str) -> None:
-    """Raise `UserError` if folds are asked of data that are split already."""
+def check_split(config: Data, why: str) -> list[str]:
+    """Refuse folds of data that are split already; return a note about other options in vain."""
     if config.folds is not None:
         raise UserError(
             f"data.folds: {config.folds}, but {why}, and folds are made of data without splits"
         )
+    names = ("test_fraction", "split_seed")
+    given = [name for name in names if getattr(config, name) != getattr(type(config), name)]
+    return [f"data.{name}: has no effect, because {why}" for name in given]
 
 
 def hold_out_users(config: Data, users: np.ndarray, what: str = "user") -> np.ndarray:

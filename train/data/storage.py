@@ -77,12 +77,7 @@ def parquet_batches(
     A value that many rows share is in the file once, so that its rows are counted as they are read.
     In a small file that is before the first batch, because what is made of rows takes more memory.
 
-    Args:
-      file: file to read.
-      size: its bytes.
-      where: its name, for error messages.
-      groups: indices of the row groups.
-      columns: names of the columns; None for all.
+    The file of ``size`` bytes is named in error messages by ``where``. No columns are all of them.
 
     Raises:
       UserError: if rows would unpack to bytes above the limit and 8 times the file.

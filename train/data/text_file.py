@@ -18,8 +18,8 @@ from train.data import Arrays, Dataset, storage
 from train.data.columns import decode_text, number_users
 from train.data.packing import gather
 from train.data.placeholder import Placeholder, zero_tokens
-from train.data.records import JSON_LINES
-from train.data.splits import hold_out
+from train.data.records import JSON_LINES, SEPARATORS
+from train.data.splits import describe_common, hold_out
 from train.data.text import Text
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.errors import UserError
@@ -92,6 +92,11 @@ class TextFile(Text):
                 return _gather(tokens, batch["start"], batch["length"], context)
 
             rows = {"start": start, "length": length}
+
+        if self.separator:
+            spans = ([slice(d.start, d.stop) for d in split] for split in (train, test))
+            keys = [[(f"the one at token {d.start}", bytes(tokens[d])) for d in s] for s in spans]
+            notes += describe_common(keys[0], keys[1], "documents")
 
         def tokens_per_byte() -> float | None:
             num_bytes = count_bytes(test)
@@ -221,7 +226,7 @@ def _read_text(config: TextFile) -> str:
         if config.path is not None:
             if os.path.isdir(config.path):
                 raise UserError(f"data.path: {config.path} is a folder; give one text file")
-            if config.path.removesuffix(".gz").endswith(JSON_LINES):
+            if config.path.lower().removesuffix(".gz").endswith((*JSON_LINES, *SEPARATORS)):
                 raise UserError(
                     f"data.path: {config.path} has records, not text alone; give data.source "
                     "chat_file, which reads their fields"

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 import fnet
 from train.config.network import Name, Network
-from train.config.section import Count, CountOrZero, Fraction, Positive, Share
+from train.config.section import Count, CountOrZero, Fraction, Needs, Positive, Share
 
 Mixer = Literal["attention", "mamba", "mamba2", "rg_lru"]
 
@@ -17,6 +17,8 @@ Mixer = Literal["attention", "mamba", "mamba2", "rg_lru"]
 @dataclass(frozen=True)
 class Transformer(Network):
     """A stack of blocks, each a token mixer and a feed-forward layer."""
+
+    needs: ClassVar[Needs] = {"context_rate": ("attention_context", "none".__ne__)}
 
     blocks: Count = 4
     """Number of blocks."""
@@ -53,6 +55,10 @@ class LanguageModel(Transformer):
     """Language model: a transformer, a state-space model, or a hybrid of both."""
 
     task: ClassVar[str] = "language"
+    needs: ClassVar[Needs] = Transformer.needs | {
+        **dict.fromkeys(("groups", "window"), ("mixers", lambda names: "attention" in names)),
+        "expand": ("mixers", lambda names: {*names} != {"attention"}),
+    }
 
     name: Name[Literal["language_model"]] = "language_model"
     mixers: Annotated[tuple[Mixer, ...], MinLen(1)] = ("attention",)

@@ -90,11 +90,8 @@ def showing(
 ) -> Iterator[Callable[[str], None]]:
     """Show a text at the bottom of a terminal, or as a line of a log; yield what shows another."""
     if console.is_terminal:
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            TimeElapsedColumn(),
-        )
+        described = TextColumn("{task.description}", markup=False)
+        columns = SpinnerColumn(), described, TimeElapsedColumn()
         with Bars(*columns, console=console, transient=True) as shown:
             number = shown.add_task(text, total=None)
             yield lambda text: shown.update(number, description=text)

@@ -109,10 +109,12 @@ def _question(
     choices = record.get("choices")
     if not text.strip():
         raise UserError(f"{record.where}: the question is empty; remove the record")
-    is_list = isinstance(choices, list) and len(choices) >= 2
-    if not is_list or not all(isinstance(c, str) and c.strip() for c in choices):
+    given = choices if isinstance(choices, list) else []
+    texts = {choice for choice in given if isinstance(choice, str) and choice.strip()}
+    if not len(given) == len(texts) > 1:
         raise UserError(
-            f"{record.where}: choices must be a list of two or more texts, got {choices!r:.60}"
+            f"{record.where}: choices must be a list of two or more texts that differ, got "
+            f"{choices!r:.60}"
         )
     answer = _answer(record, len(choices))
     prompt, space = text, ""

@@ -26,6 +26,7 @@ from train.output.memory_tables import PHASES, StepMemory
 from train.output.progress import Progress, line_printer
 from train.output.rows import as_csv
 from train.run import distributed, examples, results, tracking, weight_files
+from train.run import seeds as run_seeds
 from train.run.attribution import TrainingRows, columns_of, write_losses
 from train.run.checkpoints import Checkpoints, Restored, load_network, without_frozen
 from train.run.evaluation import Evaluation
@@ -40,14 +41,7 @@ from train.run.process_memory import HighWater
 from train.run.profiling import Profile
 from train.run.run_folder import RunFolder, atomic_write
 from train.run.same_data import check_data, check_saved, describe_data, stamp_of, write_data
-from train.run.seeds import (
-    Seeds,
-    check_secret,
-    create_secret,
-    describe_seeds,
-    needs_secret,
-    read_seeds,
-)
+from train.run.seeds import Seeds
 from train.run.setup import Setup, check_resumed_length, setup
 from train.run.skipped_steps import SkippedSteps
 
@@ -113,7 +107,7 @@ def train(
             console.print(weights.lines())
         log(f"training {config.name} in {folder.path}")
         write_classes(folder, run.task.dataset.outputs)
-        seeds = read_seeds(folder, config)
+        seeds = run_seeds.read_seeds(folder, config)
         union = distributed.union if distributed.has_other_processes() else None
         if config.is_release_only:  # The names of training files are not covered by a guarantee.
             unreadable = UnreadableFiles(dataset, lambda line: None, union)
@@ -129,7 +123,7 @@ def train(
         results.print_facts(console, results.before_training(programs, earlier))
         if run.privacy:
             log(f"privacy: {run.privacy.describe(run.steps)}")
-            log(describe_seeds(folder, config))
+            log(run_seeds.describe_seeds(folder, config))
         occupy_gaps()
         high_water = HighWater(run.devices // jax.process_count())
         distributed.wait_for_all("compiled")
@@ -145,7 +139,8 @@ def train(
             if start.step:
                 log(f"resumed after step {start.step} of {run.steps}")
                 if start.step == run.steps:
-                    log("all steps are done; to train longer, raise train.epochs or train.steps")
+                    length = "steps" if config.train.steps else "epochs"
+                    log(f"all steps are done; to train longer, raise train.{length}")
             for changed in folder.drop_metrics_after(start.step, start.logged):
                 log(changed)
             start_time -= folder.seconds_spent()
@@ -192,13 +187,14 @@ def _reopen_folder(
     before = folder.read_config()
     check_resumed_length(run, before, logged - max(folder.saved_steps, default=0))
     check_classes(folder, run.task.dataset.outputs)
-    check_secret(folder, before)
+    run_seeds.check_secret(folder, before)
     changed = check_data(folder, run.config, data)
     folder.resume(run.config, run.steps)
     for line in filter(None, (begins_again, *changed)):
         log(line)
+    needs_secret = run_seeds.needs_secret
     if needs_secret(run.config) and not needs_secret(before):  # imported, not trained yet
-        create_secret(folder, run.config)
+        run_seeds.create_secret(folder, run.config)
     write_data(folder, run.config, data, begins=True)
 
 
@@ -363,7 +359,7 @@ class _Loop:
             self.log(text)
         if run.privacy:
             self.log(f"privacy: {run.privacy.describe(run.steps)}")
-            self.log(describe_seeds(folder, run.config))
+            self.log(run_seeds.describe_seeds(folder, run.config))
         if audited:
             self.log(results.describe_audit(audited, run.privacy, run.steps))
         for text in results.what_next(run, folder, written):

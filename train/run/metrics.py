@@ -107,10 +107,8 @@ class Meter:
         for name in [n for n in means if n.startswith("train/grad_sq") and means[n] > 0]:
             var = means[name.replace("grad_sq", "grad_var", 1)]
             means[name.replace("grad_sq", "noise_scale", 1)] = var / means[name]
-        return means | {
-            "examples_per_second": examples / seconds,
-            "input_wait": self._input_wait / seconds,
-        }
+        rates = {"examples_per_second": examples / seconds}
+        return means | rates | {"input_wait": self._input_wait / seconds}
 
     def _is_covered(self, name: str) -> bool:
         return not self._private or name in FROM_NOISY_GRADIENT

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, FiniteFloat
 
-from train.arguments import EvalArguments, given_options
+from train.arguments import EvalArguments, flag_of, given_options
 from train.config import Config, Optim, Train
 from train.data import Dataset, Outputs, Scaling, model_folder, num_examples
 from train.data.canaries import add_canaries
@@ -41,10 +41,6 @@ _PLACE = ("split", "path")
 """Options of ``fnet eval`` that name other test examples."""
 _MIN_SIDE = 8
 """Smallest side of a scaled image in pixels, from which a network computes one feature."""
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 class OpenRun:
@@ -110,8 +106,8 @@ class OpenRun:
         for name in given:
             if name not in allowed:
                 raise UserError(
-                    f"{_flag(name)}: {self.folder.path} is a run of {self.config.model.name} on "
-                    f"{data.source}; its options: {', '.join(map(_flag, allowed)) or 'none'}"
+                    f"{flag_of(name)}: {self.folder.path} is a run of {self.config.model.name} on "
+                    f"{data.source}; its options: {', '.join(map(flag_of, allowed)) or 'none'}"
                 )
         changes = {name: value for name, value in given.items() if name in changed}
         opened = self.replace(data=data.for_evaluation(changes))

@@ -256,10 +256,7 @@ def _changes(
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    counts = [
-        f"{record['train']:,} training and {record['test']:,} test examples"
-        for record in (then, now)
-    ]
+    counts = [f"{r['train']:,} training and {r['test']:,} test examples" for r in (then, now)]
     parts = [f"{counts[0]} then, {counts[1]} now"] if counts[0] != counts[1] else []
     if now["test_names"] is None or then["test_names"] is None:
         return parts

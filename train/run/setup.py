@@ -20,6 +20,7 @@ from fnet.privacy.users import per_user
 from fnet.step import Step, divisors
 from train import data
 from train.config import Config
+from train.config.section import without_effect
 from train.data import Dataset, buckets, poisson
 from train.data.canaries import add_canaries, draw_included, exclude
 from train.data.placeholder import Placeholder
@@ -282,6 +283,8 @@ def _notes(config: Config, dataset: Dataset, steps: int, missing: Placeholder | 
         }
         if given := [name for name, value in options.items() if value]:
             notes.append(f"{', '.join(given)}: no effect, because numbers have no classes")
+    for name, section in config.sections.items():
+        notes += without_effect(section, f"{name}.{{}}".format)
     decay = config.optim.ema_decay
     if decay is not None and (initial := decay**steps) > _MOST_INITIAL:
         notes.append(

@@ -6,14 +6,8 @@ from train import data
 from train.config import Config
 from train.data import Dataset, sample_batch
 from train.errors import UserError
-from train.tasks import (
-    classification,
-    diffusion,
-    language,
-    preference,
-    segmentation,
-    text_classification,
-)
+from train.tasks import classification, diffusion, language, preference, segmentation
+from train.tasks import text_classification as text_classes
 from train.tasks.task import BatchMetrics, Kind, Task
 
 KINDS: dict[str, Kind] = {
@@ -22,7 +16,7 @@ KINDS: dict[str, Kind] = {
     "language": language.KIND,
     "preference": preference.KIND,
     "reward": preference.REWARD,
-    "text_classification": text_classification.KIND,
+    "text_classification": text_classes.KIND,
     "diffusion": diffusion.KIND,
 }
 """Kinds of tasks by the name that a network gives."""

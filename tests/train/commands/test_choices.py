@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 import tokenizers
 from data_cases import error_message
-from program_cases import (
-    assert_one_line_error,
-    exit_code,
-    fnet_command,
-    initial_run,
-    output_of,
-)
+from program_cases import assert_one_line_error, exit_code, fnet_command, initial_run, output_of
 
 from train.config import ChatFile, Config, LanguageModel, TextFile
 from train.data.chat import ChatTemplate
@@ -175,7 +169,8 @@ GOOD = QUESTIONS[0]
         (["?"], "line 1: not JSON: "),
         ([GOOD, {"choices": ["a", "b"], "answer": 0}], "line 2: no field question"),
         ([GOOD | {"question": " "}], "line 1: the question is empty; remove the record"),
-        ([GOOD | {"choices": ["a"]}], "line 1: choices must be a list of two or more texts, got ['a']"),
+        ([GOOD | {"choices": ["a"]}], "line 1: choices must be a list of two or more texts that differ, got ['a']"),
+        ([GOOD | {"choices": ["a", "a"]}], "choices must be a list of two or more texts that differ"),
         ([GOOD | {"choices": ["a", ""]}], "choices must be a list of two or more texts"),
         ([GOOD | {"answer": 3}], "answer must be an index from 0 to 2 or a letter from A to C, got 3"),
         ([GOOD | {"answer": "D"}], "or a letter from A to C, got 'D'"),
@@ -251,7 +246,7 @@ def test_a_run_is_evaluated_on_text_and_on_questions(workplace, capsys):
     assert "2 questions lost their beginning to fit in 48 tokens" in lines
     for options, message in (
         (["--flip"], "on chat_file; its options: --path, --choices, --chat"),
-        (["--chat"], "--chat: writes the questions of --choices; give a file of questions"),
+        (["--chat"], "--chat: True has no effect with --choices None; leave one of them out"),
         (["--choices", "questions.jsonl", "--chat"], "--chat: there is no tokenizer, which comes"),
     ):
         assert exit_code("eval", "run", *options) == 2

@@ -12,13 +12,7 @@ from matplotlib.figure import Figure
 from program_cases import assert_one_line_error, exit_code, fnet_command, output_of
 from rich.console import Console
 
-from train.config import (
-    Config,
-    LanguageModel,
-    Mlp,
-    Synthetic,
-    TextFile,
-)
+from train.config import Config, LanguageModel, Mlp, Synthetic, TextFile
 from train.config.recipes import load
 from train.data import evaluation_batches
 from train.data.unreadable import UnreadableFiles

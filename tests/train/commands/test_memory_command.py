@@ -59,14 +59,8 @@ def test_reports_memory_without_training(workplace, capsys):
         assert word in printed
     assert "stage0/block0" in printed
     recorded = json.loads((workplace / "out" / "memory.json").read_text())
-    assert {
-        "residuals",
-        "plan",
-        "peak",
-        "donation",
-        "largest_at_peak",
-        "live_bytes",
-    } <= recorded.keys()
+    names = {"residuals", "plan", "peak", "donation", "largest_at_peak", "live_bytes"}
+    assert names <= recorded.keys()
     assert max(recorded["live_bytes"]) <= recorded["peak"]["total"]
     assert (workplace / "out" / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert {p.name for p in workplace.iterdir()} == {"tiny.py", "deep.py", "out"}

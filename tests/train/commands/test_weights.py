@@ -366,6 +366,8 @@ def test_refuses_to_import_into_a_run(trained, capsys):
 EXPORTING = [
     (("trained", "--names", "torchvision"), "names must be one of ('reference',), got 'torchvision'"),
     (("trained", "--names", "timm"), "names must be one of ('reference',), got 'timm'"),
+    (("trained", "--format", "stablehlo", "--names", "timm"), "--names: timm has no effect with --format stablehlo"),
+    (("trained", "--adapters"), "--adapters: has no effect on a run of preact_resnet; leave it out"),
     (("trained", "--names", "keras"), "--names: expected one of reference, torchvision, timm, got keras"),
     (("trained", "--out", "weights.pth"), "--out: expected a file that ends in .safetensors, got weights.pth"),
     (("trained", "--out", "mine.safetensors"), "--out: mine.safetensors exists and is not overwritten; give another"),
@@ -449,12 +451,8 @@ def test_imports_a_torch_checkpoint(zipped, torch):
     arrays = state_dict("tiny.py")
     tensors = {f"module.{key}": t for key, t in in_torch(torch, arrays).items()}
     tensors["module.abn.bias"] = tensors["module.abn.bias"].bfloat16()
-    checkpoint = {
-        "epoch": 90,
-        "arch": "x",
-        "state_dict": tensors,
-        "optimizer": {"param_groups": []},
-    }
+    others = {"epoch": 90, "arch": "x", "optimizer": {"param_groups": []}}
+    checkpoint = others | {"state_dict": tensors}
     torch.save(checkpoint, "given.pth.tar", _use_new_zipfile_serialization=zipped)
     fnet_command("import", "tiny.py", "given.pth.tar", "--out", "r")
     fnet_command("export", "r")

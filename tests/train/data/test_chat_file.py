@@ -593,13 +593,18 @@ def test_the_end_of_an_answer_is_learned_or_reported(
     chat = zip(("user", "assistant") * 2, ("ab", "No", "b", "a"), strict=True)
     record = {"messages": [{"role": role, "content": content} for role, content in chat]}
     options = {"chat_template": str(tmp_path / "t.jinja"), "tokenizer": tokenizer}
-    data = load([record] * 2, **options, test_fraction=0.5)
+    options["test_fraction"] = 0.5
+    data = load([record] * 2, **options)
     assert note in data.notes[-1]
     if learned:
         read = load_tokenizer(ChatFile(tokenizer=tokenizer))
         batch = batch_of(data)
         tokens = batch["tokens"][0, 1:][batch["loss_mask"][0]].tolist()
         assert tokens == [t for text in learned for t in read.encode_pieces([text])[0].ids]
+    if learned[:1] == ["No"]:
+        record["messages"][0]["content"] = f"a{learned[1]}b"
+        first = f"chats ends it there: {tmp_path / 'data.jsonl'}, line 1"
+        assert f"{learned[1]} in a message of 2 {first}" in load([record] * 2, **options).notes
 
 
 def test_a_symbol_without_a_token_names_its_line(load, tmp_path):

@@ -236,6 +236,9 @@ def test_files_of_class_names_may_have_a_byte_order_mark_but_no_gaps(tmp_path):
     assert error_message(load, tmp_path / "a.tar", **options) == (
         f"data.class_names: line 2 of {names} is empty; expected a class name"
     )
+    for text in ("2 owl\n0 cat\n1 dog\n", "name\ncat\ndog\nowl\n"):
+        names.write_text(text)
+        assert f"line 1 of {names} is " in error_message(load, tmp_path / "a.tar", **options)
     names.write_text("2\n0\n1\n")
     message = error_message(load, tmp_path / "a.tar", **options)
     assert message.startswith("data.class_names: names are numbers, 2, 0, 1, but not 0, 1, ...")

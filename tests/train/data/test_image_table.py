@@ -318,17 +318,9 @@ def test_tells_labels_of_no_training_image(folder):
         ({"file": lambda i: f"x/{i}.png"} | COLOUR, {}, "data.images names the folder"),
         (FILE | {"label": lambda i: i / 2}, {}, "to predict them give data.targets numbers"),
         (FILE | {"label": lambda i: "a" if i else ""}, {}, "line 2: label is empty"),
-        (
-            FILE | {"label": lambda i: "a" if i else "NaN"},
-            {},
-            "data.label: {t}, line 2: label is NaN",
-        ),
+        (FILE | {"label": lambda i: "a" if i else "NaN"}, {}, "{t}, line 2: label is NaN"),
         (FILE | {"label": lambda i: "a"}, {}, "have the same label"),
-        (
-            FILE | {"a": lambda i: i % 3, "b": int},
-            {"label": ("a", "b")},
-            "give data.targets labels",
-        ),
+        (FILE | {"a": lambda i: i % 3, "b": int}, {"label": ("a", "b")}, "data.targets labels"),
         (
             FILE | {"a": lambda i: i % 3, "b": int},
             {"label": ("a", "b"), "targets": "labels"},
@@ -380,7 +372,7 @@ def test_tells_labels_of_no_training_image(folder):
             {"targets": "numbers"},
             "expected a finite number, with a point in place of the comma",
         ),
-        (FILE | {"t": lambda i: f'"{i},5"'}, {}, "such as 0,5 and 1,5; to predict them"),
+        (FILE | {"t": lambda i: f'"{i},5"'}, {}, "line 2 has the label 0,5, and all are numbers"),
     ],
 )
 def test_refuses_in_one_line(folder, columns, options, expected):

@@ -5,12 +5,8 @@ import pytest
 from fnet.interop.huggingface.images import preprocessing
 
 HALF = (0.5, 0.5, 0.5)
-NORMALIZE = {
-    "do_normalize": True,
-    "do_resize": True,
-    "image_mean": [0.5] * 3,
-    "image_std": [0.5] * 3,
-}
+MEAN_STD = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+NORMALIZE = {"do_normalize": True, "do_resize": True, **MEAN_STD}
 # The files of google/vit-base-patch16-224, facebook/deit-base-distilled-patch16-224,
 # openai/clip-vit-base-patch32, facebook/convnext-tiny-224, facebook/dinov2-base, with mean 0.5.
 CONFIGS = {
@@ -35,13 +31,8 @@ RESIZED = {"vit": (224, 224), "deit": (256, 256), "clip": 224, "convnext": 256, 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_published_configs(name):
     how = preprocessing(CONFIGS[name])
-    assert how == (
-        RESIZED[name],
-        "bilinear" if name == "vit" else "bicubic",
-        (224, 224),
-        HALF,
-        HALF,
-    )
+    filter = "bilinear" if name == "vit" else "bicubic"
+    assert how == (RESIZED[name], filter, (224, 224), HALF, HALF)
 
 
 def timm(**options):

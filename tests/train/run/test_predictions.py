@@ -26,12 +26,7 @@ def test_ledger_has_every_recipe():
 
 @pytest.mark.parametrize(
     ("predicted", "measured", "good"),
-    [
-        (100, 15 * 10**6, True),
-        (100, 17 * 10**6, False),
-        (96, 100, True),
-        (10**9, 94 * 10**7, False),
-    ],
+    [(100, 1.5e7, True), (100, 17 * 10**6, False), (96, 100, True), (10**9, 94 * 10**7, False)],
 )
 def test_bound_of_a_prediction(predicted, measured, good):
     assert is_good(predicted, measured) is good

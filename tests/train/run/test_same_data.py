@@ -220,6 +220,12 @@ def test_release_only_describes_the_data_only_to_the_holder_of_the_seed(release_
     assert written == {"keyed_checksum": code}
 
 
+def test_release_only_scores_no_training_examples(release_only, monkeypatch, capsys):
+    monkeypatch.chdir(release_only)
+    assert exit_code("eval", "run", "--split", "train") == 2
+    assert_one_line_error(capsys, "--split: train, but run writes only what its privacy guarantee")
+
+
 def test_private_files_are_in_one_folder_and_nowhere_with_release_only(private_run, release_only):
     for folder in (private_run, release_only):
         run, there = RunFolder(folder / "run"), set()

@@ -55,8 +55,9 @@ def test_the_classifier_can_have_its_own_learning_rate():
 
 
 def test_warmup_shrinks_to_fit_a_short_run():
-    run = setup(Config(optim=Optim(warmup_steps=100), train=Train(steps=30)))
-    assert run.notes == ("optim.warmup_steps: 3 instead of 100, because the run has 30 steps",)
+    run = setup(Config(optim=Optim(warmup_steps=100, decay_rate=0.5), train=Train(steps=30)))
+    assert run.notes[0] == "optim.decay_rate: 0.5 has no effect with optim.schedule cosine"
+    assert run.notes[1:] == ("optim.warmup_steps: 3 instead of 100, because the run has 30 steps",)
     assert run.schedule(3) == pytest.approx(0.1)
     assert not setup(Config(optim=Optim(warmup_steps=30), train=Train(steps=30))).notes
 

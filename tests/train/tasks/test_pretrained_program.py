@@ -13,13 +13,7 @@ import numpy as np
 import pytest
 import tokenizers
 from pretrained_folder import LLAMA, VIT, write_folder, write_tokenizer
-from program_cases import (
-    assert_one_line_error,
-    exit_code,
-    fnet_command,
-    initial_run,
-    output_of,
-)
+from program_cases import assert_one_line_error, exit_code, fnet_command, initial_run, output_of
 from safetensors.numpy import load_file
 
 import fnet

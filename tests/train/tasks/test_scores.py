@@ -194,11 +194,8 @@ def test_what_outputs_and_targets_say_in_a_table():
         "prediction": "a; b",  # a probability of 1/2 is none
         "probability of a": 0.625, "probability of b": 0.75, "probability of c": 0.5,
     }  # fmt: skip
-    assert Numbers(dataset()).describe(output) == {
-        "label a": 0.125,
-        "label b": 0.75,
-        "label c": 0.5,
-    }
+    described = Numbers(dataset()).describe(output)
+    assert described == {"label a": 0.125, "label b": 0.75, "label c": 0.5}
     assert Numbers.row(names[:1], output[:1]) == {"predicted a": 0.125}
     assert Numbers.best(names, output, 1) == {"numbers": {"a": 0.125, "b": 0.75, "c": 0.5}}
 

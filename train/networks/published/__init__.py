@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import MinLen
 
 from train.config.network import Model
-from train.config.section import Count, Positive
+from train.config.section import Count, Needs, Positive
 
 LINEAR = (
     *("blocks/*/kernel", "!*/conv/kernel", "!*/router/kernel"),
@@ -21,6 +21,7 @@ class Published(Model):
     """Options of a published model."""
 
     is_published: ClassVar[bool] = True
+    needs: ClassVar[Needs] = dict.fromkeys(("lora_alpha", "lora_targets"), ("lora_rank", bool))
 
     name: str = ""
     path: str = "model"
