@@ -9,7 +9,7 @@ import optax
 from jax import Array
 
 from fnet.autodiff.examples import examples
-from fnet.autodiff.mean import Loss, weighted_mean
+from fnet.autodiff.mean import Loss, replace_padding, shares, weighted_mean
 from fnet.autodiff.per_example.backward import per_example_gradients
 from fnet.autodiff.per_example.modes import cast_like, per_example_loss
 from fnet.autodiff.per_example.parameter_gradients import PerExampleGradients
@@ -206,6 +206,8 @@ class InRun(Mode):
             chosen = jax.random.choice(draw_key, self._size, (drawn,), replace=False)
             validation = jax.tree.map(lambda a: jnp.asarray(a)[chosen], validation)
 
+        validation = replace_padding(validation)
+
         def differentiate(batch: dict[str, Array], key: Array) -> PerExampleGradients:
             rows = examples("InRun", (batch, key))
             return per_example_gradients("InRun", function, params, rows, has_aux=True)
@@ -221,8 +223,11 @@ class InRun(Mode):
         if self.second_order:
             mean = cast_like(grads.sum_by(weights), params)
 
+            rows = examples("InRun", (validation, validation_key))
+
             def validation_loss(params: Any) -> Array:
-                losses, _ = function(params, validation, validation_key)
+                # Of batches of one example, and with the keys, that the gradients are of.
+                losses = rows.map(lambda e: function(params, *rows.rebuild(e))[0][0], rows.size)
                 return weighted_mean(losses, validation_weights)
 
             # Backward twice: many custom derivatives have no forward one.
@@ -242,5 +247,4 @@ class InRun(Mode):
 
 
 def _weights(batch: dict[str, Array], grads: PerExampleGradients) -> Array:
-    weight = batch.get("weight", jnp.ones(grads.losses.shape))
-    return weight / jnp.maximum(weight.sum(), 1e-12)
+    return shares(batch.get("weight", jnp.ones(grads.losses.shape)))

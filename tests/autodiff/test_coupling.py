@@ -134,7 +134,14 @@ COUPLED = {
     "mean over all tokens": (mean_over_tokens, "reduce_sum"),
     "batch norm": (of_layer(lambda h: (h - h.mean(0)) / (h.std(0) + 1)), "reduce_sum"),
     "position": (of_layer(lambda h: h * jnp.arange(len(h))[:, None]), "its position in the batch"),
-    "penalty per batch": (penalty_per_batch, "8 in div"),
+    "penalty per batch": (penalty_per_batch, "div"),
+    "a number that is there twice": (
+        lambda w, *a: 8 * penalty_per_batch(w, *a) + 4 * of_layer(jnp.sin)(w, *a),
+        "div",
+    ),
+    "count of examples": (of_layer(lambda h: h / jnp.ones(len(h)).sum()), "reduce_sum"),
+    "iterations": (of_layer(lambda h: lax.fori_loop(0, len(h), lambda _, c: c / 2, h)), "scan"),
+    "another function": (of_layer(lambda h: h if len(h) == B else 2 * h), "square"),
     "unit gradient": (
         lambda w, *a: of_layer(jnp.sin)(with_unit_gradient(w), *a),
         "the derivative rule of custom_vjp_call",
