@@ -205,12 +205,12 @@ class InRun(Mode):
         if (drawn := self.validation_batch) is not None:
             chosen = jax.random.choice(draw_key, self._size, (drawn,), replace=False)
             validation = jax.tree.map(lambda a: jnp.asarray(a)[chosen], validation)
-
         validation = replace_padding(validation)
 
         def differentiate(batch: dict[str, Array], key: Array) -> PerExampleGradients:
-            rows = examples("InRun", (batch, key))
-            return per_example_gradients("InRun", function, params, rows, has_aux=True)
+            return per_example_gradients(
+                "InRun", function, params, examples("InRun", (batch, key)), has_aux=True
+            )
 
         grads, of_validation = differentiate(batch, key), differentiate(validation, validation_key)
         weights, validation_weights = map(_weights, (batch, validation), (grads, of_validation))
@@ -223,16 +223,14 @@ class InRun(Mode):
         if self.second_order:
             mean = cast_like(grads.sum_by(weights), params)
 
-            rows = examples("InRun", (validation, validation_key))
+            rows = examples("InRun", (validation, validation_key))  # batches of one, their keys
 
             def validation_loss(params: Any) -> Array:
-                # Of batches of one example, and with the keys, that the gradients are of.
                 losses = rows.map(lambda e: function(params, *rows.rebuild(e))[0][0], rows.size)
                 return weighted_mean(losses, validation_weights)
 
             # Backward twice: many custom derivatives have no forward one.
-            _, curve = jax.vjp(jax.grad(validation_loss), params)
-            (bend,) = curve(mean)
+            (bend,) = jax.vjp(jax.grad(validation_loss), params)[1](mean)
             direction = of_validation.sum_by(validation_weights)
             direction = jax.tree.map(lambda g, h: g - rate / 2 * h, direction, bend)
             products = grads.inner_products(direction)

@@ -80,18 +80,14 @@ def test_step_is_the_optimizer_applied_to_the_mean_gradient():
 
 
 @pytest.mark.parametrize("mode", [autodiff.microbatches(2), autodiff.clipped(1e9)])
-def test_complex_parameters_go_downhill_as_their_parts(mode):
+def test_complex_parameters_go_downhill(mode):
     def loss(params, state, batch, key):
-        parts = params if isinstance(params, tuple) else (params.real, params.imag)
-        return jnp.square(parts[0] * batch["x"] - 1) + jnp.square(parts[1] - batch["x"])
+        return jnp.square(jnp.abs(params - batch["z"]))
 
-    def trained(params):
-        optimizer = optax.sgd(0.1)
-        state = fnet.TrainState.create(params=params, optimizer=optimizer, key=jax.random.key(0))
-        return fnet.make_step(loss, optimizer, mode)(state, {"x": jnp.arange(1.0, 5.0)})[0].params
-
-    real, imaginary = trained((jnp.float32(0.5), jnp.float32(2.0)))
-    chex.assert_trees_all_close(trained(jnp.complex64(0.5 + 2j)), real + 1j * imaginary)
+    sgd, key, z = optax.sgd(0.1), jax.random.key(0), jnp.array([1 + 2j, 3 - 1j])
+    state = fnet.TrainState.create(params=jnp.complex64(5j), optimizer=sgd, key=key)
+    after, _ = fnet.make_step(loss, sgd, mode)(state, {"z": z})
+    chex.assert_trees_all_close(after.params, 5j - 0.2 * (5j - z.mean()))
 
 
 def test_randomness_of_a_step_follows_from_key_and_step_number():
@@ -208,7 +204,6 @@ def test_a_loss_optimizer_or_mode_of_another_kind_is_refused():
         ((lambda p, b: p, optax.sgd(0.1)), r"loss: expected a function of \(params, .* got .*\(p, b\)"),
         (("loss", optax.sgd(0.1)), "loss: expected a function of .*, got 'loss'"),
         ((line, optax.sgd), "optimizer must be an optax.*, got sgd"),
-        ((line, None), "optimizer must be an optax.*, got NoneType"),
         ((line, layers.dense(1, 1)), "optimizer must be an optax.*, got Layer"),
         ((line, optax.sgd(0.1), "clipped"), r"mode must be .* got str"),
     ):  # fmt: skip
@@ -420,14 +415,8 @@ def test_rejects_a_model_state_next_to_a_model():
 
 
 def test_microbatches_of_make_step_are_those_of_the_mode():
-    model, optimizer = classifier(), optax.sgd(0.1)
-    by_mode = fnet.make_step(loss_of(model), optimizer, fnet.autodiff.microbatches(2))
-    by_argument = fnet.make_step(loss_of(model), optimizer, microbatches=2)
-    assert by_mode.microbatches == by_argument.microbatches == 2
-    state = created(model, optimizer)
-    expected, _ = by_mode(copy(state), batch_of(6))
-    got, _ = by_argument(state, batch_of(6))
-    chex.assert_trees_all_equal(got.params, expected.params)
+    step = fnet.make_step(loss_of(classifier()), optax.sgd(0.1), microbatches=2)
+    assert step.mode == fnet.autodiff.microbatches(2)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

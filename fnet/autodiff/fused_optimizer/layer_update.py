@@ -80,7 +80,7 @@ class LayerUpdate:
         return [n for n, slot in enumerate(self.slots) if slot.old in inputs and n not in owned]
 
     def update_rest(self, grads: Mapping[int, Array], old: Mapping[int, Array]) -> dict[int, Array]:
-        """Return the new values of all slots in no stack; arguments are by parameter and by slot."""
+        """Return the new values of the slots in no stack, from gradients and old values."""
         slots = self.owned(REST)
         outputs = [self.slots[n].new for n in slots]
         new = evaluate_from(self.closed.jaxpr, outputs, self._values(grads, old))
