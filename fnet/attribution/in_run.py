@@ -9,7 +9,7 @@ import optax
 from jax import Array
 
 from fnet.autodiff.examples import examples
-from fnet.autodiff.mean import Loss, weighted_mean
+from fnet.autodiff.mean import Loss, replace_padding, shares, weighted_mean
 from fnet.autodiff.per_example.backward import per_example_gradients
 from fnet.autodiff.per_example.modes import cast_like, per_example_loss
 from fnet.autodiff.per_example.parameter_gradients import PerExampleGradients
@@ -205,10 +205,12 @@ class InRun(Mode):
         if (drawn := self.validation_batch) is not None:
             chosen = jax.random.choice(draw_key, self._size, (drawn,), replace=False)
             validation = jax.tree.map(lambda a: jnp.asarray(a)[chosen], validation)
+        validation = replace_padding(validation)
 
         def differentiate(batch: dict[str, Array], key: Array) -> PerExampleGradients:
-            rows = examples("InRun", (batch, key))
-            return per_example_gradients("InRun", function, params, rows, has_aux=True)
+            return per_example_gradients(
+                "InRun", function, params, examples("InRun", (batch, key)), has_aux=True
+            )
 
         grads, of_validation = differentiate(batch, key), differentiate(validation, validation_key)
         weights, validation_weights = map(_weights, (batch, validation), (grads, of_validation))
@@ -221,13 +223,14 @@ class InRun(Mode):
         if self.second_order:
             mean = cast_like(grads.sum_by(weights), params)
 
+            rows = examples("InRun", (validation, validation_key))  # batches of one, their keys
+
             def validation_loss(params: Any) -> Array:
-                losses, _ = function(params, validation, validation_key)
+                losses = rows.map(lambda e: function(params, *rows.rebuild(e))[0][0], rows.size)
                 return weighted_mean(losses, validation_weights)
 
             # Backward twice: many custom derivatives have no forward one.
-            _, curve = jax.vjp(jax.grad(validation_loss), params)
-            (bend,) = curve(mean)
+            (bend,) = jax.vjp(jax.grad(validation_loss), params)[1](mean)
             direction = of_validation.sum_by(validation_weights)
             direction = jax.tree.map(lambda g, h: g - rate / 2 * h, direction, bend)
             products = grads.inner_products(direction)
@@ -242,5 +245,4 @@ class InRun(Mode):
 
 
 def _weights(batch: dict[str, Array], grads: PerExampleGradients) -> Array:
-    weight = batch.get("weight", jnp.ones(grads.losses.shape))
-    return weight / jnp.maximum(weight.sum(), 1e-12)
+    return shares(batch.get("weight", jnp.ones(grads.losses.shape)))

@@ -20,13 +20,13 @@ from fnet.autodiff.mean import (
     ignore_padding,
     mean,
     mean_loss,
+    shares,
 )
 from fnet.autodiff.update import GradientFunction, Mode, Update, gradient_then_optimizer
 from fnet.cpu.convolutions import for_loops
 from fnet.jaxpr import rewrite, transformed
 from fnet.jaxpr.primitives import Slice
 from fnet.mesh import equally_varying
-from fnet.precision import sum_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,15 +187,8 @@ def split_batch(name: str, batch: dict[str, Array], n: int) -> dict[str, Array]:
     """Reshape every array [batch, ...] to [batch / n, n, ...]: microbatch i is ``[:, i]``.
 
     In a sharded batch every device then has its share of every microbatch. Contiguous
-    microbatches would lie on few devices each.
-
-    Args:
-      name: name of the caller, for error messages.
-      batch: arrays that share their leading axis.
-      n: number of microbatches.
-
-    Raises:
-      ValueError: if the leading axes differ, or n does not divide them.
+    microbatches would lie on few devices each. ValueError if leading axes differ, or n does not
+    divide them; ``name`` is the caller.
     """
     shapes = {
         jax.tree_util.keystr(path, simple=True, separator="."): x.shape
@@ -224,10 +217,7 @@ def _part(parts: dict[str, Array], i: Array | int) -> dict[str, Array]:
 
 def _shares(weight: Array | None, n: int) -> Array:
     """Return each microbatch's share [n] of the sum of the weights [batch / n, n]."""
-    if weight is None:
-        return jnp.full(n, 1 / n)
-    sums = weight.sum(0, dtype=sum_dtype(weight))
-    return sums / jnp.maximum(sums.sum(), 1e-12)
+    return jnp.full(n, 1 / n) if weight is None else shares(weight).sum(0)
 
 
 def _accumulate(

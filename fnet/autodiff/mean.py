@@ -91,17 +91,23 @@ def weighted_mean(values: Array, weight: Array | None) -> Array:
     Example:
       >>> import jax.numpy as jnp
       >>> from fnet.autodiff import weighted_mean
-      >>> float(
-      ...     weighted_mean(
-      ...         jnp.asarray([1.0, 3.0, jnp.nan]), jnp.asarray([1.0, 1.0, 0.0])
-      ...     )
-      ... )
+      >>> values, weight = jnp.array([1.0, 3.0, jnp.nan]), jnp.array([1.0, 1.0, 0.0])
+      >>> float(weighted_mean(values, weight))
       2.0
     """
     if weight is None:
         return values.mean()
-    total = weight.sum(dtype=sum_dtype(weight))
-    return jnp.where(weight != 0, values * weight, 0).sum() / jnp.maximum(total, 1e-12)
+    return jnp.where(weight != 0, values * shares(weight), 0).sum()
+
+
+def shares(weight: Array) -> Array:
+    """Divide weights by their sum, in float32 or wider. They are 0 if all weights are 0."""
+    weight = jnp.asarray(weight, sum_dtype(weight))
+    # In units of the largest, because a sum of very large weights is infinite.
+    largest = jnp.abs(weight).max(initial=0)
+    weight = weight / jnp.where(largest > 0, largest, 1)
+    total = weight.sum()
+    return weight / jnp.where(total != 0, total, 1)
 
 
 def mean(loss: Loss) -> Gradient:
@@ -179,16 +185,6 @@ def replace_padding(batch: dict[str, Array]) -> dict[str, Array]:
     times NaN is NaN. So padding needs inputs at which the loss is differentiable, and an example
     of the batch is the only one at hand. Weights stay. Without an example that counts, or without
     weights of shape [batch], the batch stays.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from fnet.autodiff.mean import replace_padding
-      >>> batch = {
-      ...     "x": jnp.array([0.0, 3.0, 4.0]),
-      ...     "weight": jnp.array([0.0, 1.0, 2.0]),
-      ... }
-      >>> replace_padding(batch)["x"].tolist()
-      [3.0, 3.0, 4.0]
     """
     weight = batch.get("weight")
     if weight is None or jnp.ndim(weight) != 1:
@@ -213,18 +209,7 @@ def replace_padding(batch: dict[str, Array]) -> dict[str, Array]:
 
 
 def mean_loss(loss: Loss) -> Objective:
-    """Return the function that `mean` differentiates.
-
-    Args:
-      loss: per-example losses, as for `mean`.
-
-    Returns:
-      ``objective(params, model_state, batch, key) -> (mean loss [], (model_state, metrics))``.
-
-    Raises:
-      ValueError: when called, as `mean`.
-      TypeError: when called, as `mean`.
-    """
+    """Return the function that `mean` differentiates. It raises what `mean` does."""
 
     def objective(
         params: Any, model_state: Any, batch: dict[str, Array], key: Array

@@ -135,7 +135,7 @@ def gradient_then_optimizer(
         with jax.named_scope("optimizer"):
             extra = {"value": metrics["loss"]} if with_loss and "loss" in metrics else {}
             try:
-                updates, opt_state = optimizer.update(grads, opt_state, params, **extra)
+                updates, opt_state = optimizer.update(uphill(grads), opt_state, params, **extra)
             except TypeError as error:
                 raise TypeError(
                     f"make_step: optimizer.update fails: {error}; a step gives gradients, state, "
@@ -145,6 +145,14 @@ def gradient_then_optimizer(
         return params, opt_state, model_state, metrics | {"grad_norm": grad_norm}
 
     return update
+
+
+def uphill(grads: Any) -> Any:
+    """Return the direction in which the loss rises, which an optimizer goes down.
+
+    For a complex number, `jax.grad` gives its conjugate.
+    """
+    return jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, grads)
 
 
 class Carried(NamedTuple):

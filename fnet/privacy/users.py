@@ -3,10 +3,9 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
-from fnet.autodiff.mean import Aux, Loss, losses_and_aux, replace_padding
+from fnet.autodiff.mean import Aux, Loss, losses_and_aux, replace_padding, weighted_mean
 from fnet.privacy.batch_names import EXAMPLE_WEIGHT
 
 
@@ -46,11 +45,11 @@ def per_user(loss: Loss) -> Loss:
       ...     return batch["x"] * params["w"]
       >>> batch = {
       ...     "x": jnp.array([[1.0, 3.0], [5.0, 0.0]]),
-      ...     "example_weight": jnp.array([[1.0, 1.0], [1.0, 0.0]]),
+      ...     "example_weight": jnp.array([[1.0, 3.0], [1.0, 0.0]]),
       ... }
       >>> losses, _ = per_user(loss)({"w": jnp.float32(1)}, {}, batch, None)
       >>> losses.tolist()
-      [2.0, 5.0]
+      [2.5, 5.0]
 
     References: McMahan et al. 2018, "Learning differentially private recurrent language models",
       arXiv:1710.06963.
@@ -71,8 +70,7 @@ def per_user(loss: Loss) -> Loss:
         losses, aux = losses_and_aux(loss(params, model_state, examples, key), model_state)
 
         def mean(values: Array) -> Array:
-            values = jnp.where(weight != 0, values.reshape(weight.shape), 0)
-            return values.sum(1) / jnp.maximum((weight != 0).sum(1), 1)
+            return jax.vmap(weighted_mean)(values.reshape(weight.shape), weight)
 
         metrics = {name: mean(values) for name, values in aux.metrics.items()}
         return mean(losses), Aux(aux.model_state, metrics)

@@ -1,5 +1,6 @@
 """Scores of training examples while a network trains, against explicit gradients."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -73,7 +74,15 @@ def explicit(params, validation, batch, weights, order):
 
 def test_scores_of_a_step_match_explicit_gradients():
     mode, params, validation, batch = setup(second_order=True)
-    state, metrics = run(mode, params, batch)
+
+    def of_each(params, model_state, batch, key):  # The mean of a batch that it is alone in.
+        losses, aux = loss(params, model_state, batch, key)
+        return losses / len(losses), aux
+
+    padding = jax.tree.map(lambda a: jnp.concatenate([a, a[:1] * jnp.nan]), validation)
+    padded = padding | {"label": jnp.pad(validation["label"], (0, 1)), "weight": jnp.arange(5) < 4}
+    mode = dataclasses.replace(mode, validation=padded)
+    state, metrics = run(mode, params, batch, function=of_each)
     weights = jnp.full(6, 1 / 6)
     expected = explicit(params, validation, batch, weights, 2)
     chex.assert_trees_all_close(state.opt_state.scores[batch["row"]], expected, rtol=1e-4)

@@ -56,13 +56,8 @@ def reversible():
 
 
 def test_losses_of_single_examples_may_be_split_and_the_gradient_is_the_same():
-    for name in (
-        "flax_transformer",
-        "flax_cnn",
-        "fnet_transformer",
-        "layer_norm_in_scan",
-        "recurrent",
-    ):
+    names = "flax_transformer flax_cnn fnet_transformer layer_norm_in_scan recurrent"
+    for name in names.split():
         of_batch, params, (x,) = CASES[name]()
         loss = lambda p, state, batch, key, f=of_batch: f(p, batch["x"])  # noqa: E731
         assert coupling(loss, params, batch={"x": x}) is None, name
@@ -73,10 +68,8 @@ def test_losses_of_single_examples_may_be_split_and_the_gradient_is_the_same():
 def test_dropout_does_not_couple_examples():
     assert coupling(*reversible()) is None
     of_batch, params, (x, _) = CASES["dropout"]()
-    assert (
-        coupling(lambda p, s, batch, key: of_batch(p, batch["x"], key), params, batch={"x": x})
-        is None
-    )
+    loss = lambda p, s, batch, key: of_batch(p, batch["x"], key)  # noqa: E731
+    assert coupling(loss, params, batch={"x": x}) is None
 
 
 # Losses that change if the batch is split.
@@ -123,9 +116,7 @@ def penalty_per_batch(w, model_state, batch, key):
 
 
 def in_a_scan(w, model_state, batch, key):
-    def layer(h, w):
-        return jnp.tanh(h @ with_unit_gradient(w)), None
-
+    layer = lambda h, w: (jnp.tanh(h @ with_unit_gradient(w)), None)  # noqa: E731
     return jnp.square(lax.scan(layer, batch["x"], jnp.stack([w, w.T]))[0]).sum(-1)
 
 
@@ -134,7 +125,14 @@ COUPLED = {
     "mean over all tokens": (mean_over_tokens, "reduce_sum"),
     "batch norm": (of_layer(lambda h: (h - h.mean(0)) / (h.std(0) + 1)), "reduce_sum"),
     "position": (of_layer(lambda h: h * jnp.arange(len(h))[:, None]), "its position in the batch"),
-    "penalty per batch": (penalty_per_batch, "8 in div"),
+    "penalty per batch": (penalty_per_batch, "div"),
+    "a number that is there twice": (
+        lambda w, *a: 8 * penalty_per_batch(w, *a) + 4 * of_layer(jnp.sin)(w, *a),
+        "div",
+    ),
+    "count of examples": (of_layer(lambda h: h / jnp.ones(len(h)).sum()), "reduce_sum"),
+    "iterations": (of_layer(lambda h: lax.fori_loop(0, len(h), lambda _, c: c / 2, h)), "scan"),
+    "another function": (of_layer(lambda h: h if len(h) == B else 2 * h), "square"),
     "unit gradient": (
         lambda w, *a: of_layer(jnp.sin)(with_unit_gradient(w), *a),
         "the derivative rule of custom_vjp_call",
@@ -161,8 +159,7 @@ def side_effect(w, model_state, batch, key):
 
 
 def hidden(w, model_state, batch, key):
-    shape = jax.ShapeDtypeStruct((), jnp.float32)
-    return (batch["x"] @ w).sum(-1) * jax.pure_callback(np.max, shape, batch["x"])
+    return (batch["x"] @ w).sum(-1) * jax.pure_callback(np.max, jnp.float32(0), batch["x"])
 
 
 def test_what_is_not_known_counts_as_coupled():

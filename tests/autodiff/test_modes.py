@@ -73,15 +73,12 @@ def test_errors_name_nested_arrays():
         autodiff.microbatches(2)(model_loss)({}, {}, batch, jax.random.key(0))
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        ("clipped", autodiff.clipped(1.0, microbatches=4)),
-        ("AdaptiveClipping", autodiff.AdaptiveClipping(1.0, microbatches=4)),
-    ],
-)
+PRIVATE = {"clipped": autodiff.clipped, "AdaptiveClipping": autodiff.AdaptiveClipping}
+
+
+@pytest.mark.parametrize(("name", "mode"), PRIVATE.items())
 def test_rejects_a_batch_that_microbatches_do_not_divide(name, mode):
-    rule = optax.sgd(0.1)
+    mode, rule = mode(1.0, microbatches=4), optax.sgd(0.1)
     rule = mode.wrap_optimizer(rule) if name == "AdaptiveClipping" else rule
     state = fnet.TrainState.create(MODEL, rule, jax.random.key(0))
     with pytest.raises(

@@ -12,7 +12,6 @@ import fnet
 from fnet import autodiff, layers, losses, models, serial
 from fnet.autodiff import mean
 from fnet.autodiff.accumulate import as_mode
-from fnet.autodiff.mean import weighted_mean
 from fnet.autodiff.update import gradient_then_optimizer
 from fnet.memory import DonationError, tree_bytes
 from fnet.step import _microbatch_choices, divisors
@@ -78,6 +77,17 @@ def test_step_is_the_optimizer_applied_to_the_mean_gradient():
     chex.assert_trees_all_close(after.model_state, model_state, atol=1e-6)
     chex.assert_trees_all_close({name: metrics[name] for name in expected}, expected, atol=1e-6)
     assert int(after.step) == int(step) == 1
+
+
+@pytest.mark.parametrize("mode", [autodiff.microbatches(2), autodiff.clipped(1e9)])
+def test_complex_parameters_go_downhill(mode):
+    def loss(params, state, batch, key):
+        return jnp.square(jnp.abs(params - batch["z"]))
+
+    sgd, key, z = optax.sgd(0.1), jax.random.key(0), jnp.array([1 + 2j, 3 - 1j])
+    state = fnet.TrainState.create(params=jnp.complex64(5j), optimizer=sgd, key=key)
+    after, _ = fnet.make_step(loss, sgd, mode)(state, {"z": z})
+    chex.assert_trees_all_close(after.params, 5j - 0.2 * (5j - z.mean()))
 
 
 def test_randomness_of_a_step_follows_from_key_and_step_number():
@@ -194,7 +204,6 @@ def test_a_loss_optimizer_or_mode_of_another_kind_is_refused():
         ((lambda p, b: p, optax.sgd(0.1)), r"loss: expected a function of \(params, .* got .*\(p, b\)"),
         (("loss", optax.sgd(0.1)), "loss: expected a function of .*, got 'loss'"),
         ((line, optax.sgd), "optimizer must be an optax.*, got sgd"),
-        ((line, None), "optimizer must be an optax.*, got NoneType"),
         ((line, layers.dense(1, 1)), "optimizer must be an optax.*, got Layer"),
         ((line, optax.sgd(0.1), "clipped"), r"mode must be .* got str"),
     ):  # fmt: skip
@@ -377,10 +386,6 @@ def test_the_norm_of_float16_gradients_is_float32():
     assert float(metrics["grad_norm"]) == 300  # whose square is infinite in float16
 
 
-def test_weights_of_float16_that_are_all_0_give_0():
-    assert weighted_mean(jnp.ones(3, jnp.float16), jnp.zeros(3, jnp.float16)) == 0
-
-
 def test_a_state_of_params_equals_the_state_of_the_model_that_made_them():
     model, optimizer = classifier(), optax.adam(0.1)
     key = jax.random.key(7)
@@ -410,14 +415,8 @@ def test_rejects_a_model_state_next_to_a_model():
 
 
 def test_microbatches_of_make_step_are_those_of_the_mode():
-    model, optimizer = classifier(), optax.sgd(0.1)
-    by_mode = fnet.make_step(loss_of(model), optimizer, fnet.autodiff.microbatches(2))
-    by_argument = fnet.make_step(loss_of(model), optimizer, microbatches=2)
-    assert by_mode.microbatches == by_argument.microbatches == 2
-    state = created(model, optimizer)
-    expected, _ = by_mode(copy(state), batch_of(6))
-    got, _ = by_argument(state, batch_of(6))
-    chex.assert_trees_all_equal(got.params, expected.params)
+    step = fnet.make_step(loss_of(classifier()), optax.sgd(0.1), microbatches=2)
+    assert step.mode == fnet.autodiff.microbatches(2)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

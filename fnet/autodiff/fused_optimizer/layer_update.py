@@ -16,6 +16,7 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from fnet.autodiff.update import uphill
 from fnet.jaxpr import (
     Atom,
     aval,
@@ -79,12 +80,7 @@ class LayerUpdate:
         return [n for n, slot in enumerate(self.slots) if slot.old in inputs and n not in owned]
 
     def update_rest(self, grads: Mapping[int, Array], old: Mapping[int, Array]) -> dict[int, Array]:
-        """Return the new values of all slots in no stack.
-
-        Args:
-          grads: gradients by parameter number, of the parameters in no stack.
-          old: values by slot number, of the slots in no stack.
-        """
+        """Return the new values of the slots in no stack, from gradients and old values."""
         slots = self.owned(REST)
         outputs = [self.slots[n].new for n in slots]
         new = evaluate_from(self.closed.jaxpr, outputs, self._values(grads, old))
@@ -105,18 +101,8 @@ class LayerUpdate:
         or in no defined order. So arrays are written one after the other, and what depends
         on a new value reads it from where it was written. Optimization barriers enforce the
         order. XLA's CPU compiler may drop barriers, so the index of the layer also depends
-        on everything that has to come first.
-
-        Args:
-          stack: number of the stack.
-          layer: index of the layer, int [].
-          arrays: all layers [n, ...] by slot number.
-          grads: the layer's gradients [1, ...] by parameter number.
-          shared: values by slot number, of the slots that `shared` names.
-          before: pytree of arrays that must be computed before anything is written.
-
-        Returns:
-          ``arrays`` with that layer updated.
+        on everything that has to come first, and on ``before``. Arrays and shared values are by
+        slot number, gradients by parameter number.
         """
         jaxpr = self.closed.jaxpr
         current, finished = dict(arrays), [before]
@@ -234,7 +220,7 @@ def trace_update(
 
         def update(grads: Any, state: optax.OptState, params: Any) -> tuple[Any, optax.OptState]:
             try:
-                updates, new_state = update_whole(grads, state, params, chunked=False)
+                updates, new_state = update_whole(uphill(grads), state, params, chunked=False)
             except TypeError as error:
                 raise TypeError(
                     f"optimizer_in_backward: optimizer.update fails: {error}; it gets gradients, "

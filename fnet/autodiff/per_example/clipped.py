@@ -1,24 +1,8 @@
 """Per-example clipping (DP-SGD) without materializing per-example gradients.
 
-Private training (DP-SGD) needs the sum of all per-example gradients of a batch, each scaled to a
-norm of at most ``clip``. Materializing them takes as much memory as one copy of the parameters
-per example. `clipped_grad` takes about the time and memory of a plain gradient instead:
-
-1. Trace the loss and find the equations that combine a parameter with data, such as the matrix
-   product of a dense layer (`taps`).
-2. Run the loss forward and backward once. This gives the input of each such equation and the
-   cotangent of its output, for all examples, without any parameter gradient (`backward`).
-3. Compute each example's squared gradient norm from inputs and cotangents: the ghost norm
-   (`ghost_norm`). Sum over layers and take the square root.
-4. Compute the scale ``min(1, clip / norm)`` of each example (this file).
-5. Multiply the cotangents by the scales and compute each layer's gradient from inputs and scaled
-   cotangents, like any backward pass does: book-keeping (`ghost_norm`). There is no second
-   backward pass.
-
-`parameter_gradients` chooses for each parameter whether steps 3 and 5 go this way. If per-example
-gradients take at most twice the memory of inputs and cotangents, they are materialized. Parameters
-that are used in other ways get theirs by automatic differentiation, perhaps in chunks.
-`gradient_strategies` shows the choices.
+Materializing per-example gradients takes as much memory as one copy of the parameters per example.
+`backward` finds what they follow from, and `parameter_gradients` chooses how norms and sums do.
+This file computes the scale ``min(1, clip / norm)`` of each example, and the scaled sum.
 """
 
 import dataclasses
@@ -183,9 +167,6 @@ def clipped_grad(
 
     References:
       - Abadi et al. 2016, "Deep learning with differential privacy", arXiv:1607.00133.
-      - Goodfellow 2015, "Efficient per-example gradient computations", arXiv:1510.01799.
-      - Li et al. 2022, "Large language models can be strong differentially private learners",
-        arXiv:2110.05679.
       - Bu et al. 2023, "Differentially private optimization on large model at small cost",
         arXiv:2210.00038, and "Automatic clipping", arXiv:2206.07136.
     """
