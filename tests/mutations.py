@@ -66,7 +66,6 @@ EQUIVALENT = {
     "fnet/optim/compact.py::_Step.__call__: change number 7": "rounding errs by half a unit at most",
     "fnet/optim/compact.py::_Step.__call__: drop term 10": "a hash of values, which differ between moments",
     "fnet/optim/compact.py::_store_momentum: swap Gt 1": "a CPU converts 0 / 0 to the integer 0",
-    "fnet/attribution/in_run.py::_weights: change number 1": "keeps a sum of weights above 0",
     "fnet/privacy/sensitivity.py::_draw.powers: change number 2": "another random number",
     "fnet/privacy/sampling.py::_Draws.__call__: swap Gt 1": "all rows, chosen from all rows and sorted",
     "fnet/privacy/sampling.py::PoissonSampling: change number 2": "bands * batch_size is at most examples",

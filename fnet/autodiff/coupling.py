@@ -6,14 +6,13 @@ as good. And numbers must not change with the batch, as in ``penalty / len(x)``,
 derivative rule makes of the cotangent of a parameter, which is a sum over the batch.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from fnet.autodiff.mean import Loss, losses_and_aux
 from fnet.jaxpr import (
@@ -23,14 +22,13 @@ from fnet.jaxpr import (
     dependencies,
     find_equations,
     inline,
-    inner_jaxprs,
-    is_floating,
     is_reference,
     located,
     place,
 )
 from fnet.jaxpr.batch_axis import KEY, BatchAxis, Mixed, Shared, State, Unknown, find_batch_axes
 from fnet.jaxpr.custom_rules import has_linear_rules
+from fnet.jaxpr.two_sizes import differing_equation
 
 
 def find_coupling(
@@ -103,7 +101,7 @@ def find_coupling(
         return f"the loss does not work for {half} examples ({reason})"
     # Axes of length 1 are broadcast, by other equations.
     other, half = (other, half) if half > 1 else (trace(2 * size), 2 * size)
-    differing = _differing_equation(closed, other, (size, half))
+    differing = differing_equation(closed, other, (size, half))
     return f"{place(differing)} depends on the batch size" if differing else None
 
 
@@ -137,63 +135,6 @@ class _Sources(Propagation[int]):
     def join(self, states: Sequence[int]) -> int:
         """Parameters together with examples count as examples."""
         return max(states)
-
-
-def _differing_equation(
-    one: ClosedJaxpr, other: ClosedJaxpr, sizes: tuple[int, int]
-) -> JaxprEqn | None:
-    """The first equation of two sizes of a batch that differs in more than one axis' length."""
-    for (eqn, text), (twin, its_text) in zip_longest(
-        _statements(one.jaxpr, one.consts), _statements(other.jaxpr, other.consts), fillvalue=_END
-    ):
-        if text != its_text:
-            first: JaxprEqn = eqn or twin
-            return first
-        pairs = zip([*eqn.invars, *eqn.outvars], [*twin.invars, *twin.outvars], strict=True)
-        shapes = [zip(aval(v).shape, aval(w).shape, strict=True) for v, w in pairs]
-        changed = [[(m, n) for m, n in lengths if m != n] for lengths in shapes]
-        of_batch = all(m * sizes[1] == n * sizes[0] for lengths in changed for m, n in lengths)
-        inputs, outputs = changed[: len(eqn.invars)], changed[len(eqn.invars) :]
-        # Sums over the batch, and what more iterations of a loop carry, change with its size. A
-        # barrier returns all operands. Of a call, the equations inside are compared.
-        is_sum = any(inputs) and outputs != inputs
-        if any(inner_jaxprs(eqn)):
-            is_sum = eqn.params.get("length") != twin.params.get("length")
-        if max(map(len, changed)) > 1 or not of_batch or (is_sum and not all(outputs)):
-            differing: JaxprEqn = eqn
-            return differing
-    return None
-
-
-_END: tuple[Any, str] = (None, "")
-_LENGTHS = {"length", "limit_indices", "new_sizes", "shape", "sizes", "slice_sizes"}
-"""Parameters that follow from the shapes of an equation."""
-
-
-def _statements(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> Iterator[tuple[Any, str]]:
-    """Equations, those inside included, each with a text that the length of an axis keeps."""
-    eqns = dependencies(jaxpr, jaxpr.outvars)[1]
-    names = {v: f"v{i}" for i, v in enumerate([*jaxpr.constvars, *jaxpr.invars])}
-    names |= {v: f"{jnp.ravel(c)[:1]}" for v, c in zip(jaxpr.constvars, consts, strict=False)}
-
-    def text(v: Any) -> str:
-        return f"{v.val if isinstance(v, Literal) else names[v]} [{aval(v).ndim}]"
-
-    for eqn in eqns:
-        inputs = list(map(text, eqn.invars))
-        if eqn.primitive.name == "add" and not is_floating(eqn.outvars[0]):
-            users = {e.primitive.name for e in eqns if eqn.outvars[0] in e.invars}
-            # The length of an axis is added to an index from the end.
-            inputs = inputs[: 1 if users == {"select_n"} else 2]
-        params = sorted(eqn.params.items())
-        plain = [(k, p) for k, p in params if isinstance(p, bool | int | float | str | tuple)]
-        plain = [(k, p) for k, p in plain if k not in _LENGTHS and not any(inner_jaxprs((p,)))]
-        yield eqn, f"{eqn.primitive} {inputs} {plain}"
-        names |= {v: f"v{len(names) + i}" for i, v in enumerate(eqn.outvars)}
-        for inner in inner_jaxprs(eqn):
-            yield from _statements(inner)
-    if eqns:
-        yield eqns[-1], f"{list(map(text, jaxpr.outvars))}"
 
 
 def _with_known_keys(closed: ClosedJaxpr, states: list[State]) -> tuple[ClosedJaxpr, list[State]]:

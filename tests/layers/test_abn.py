@@ -192,11 +192,9 @@ def test_statistics_of_16_bit_inputs_are_computed_in_float32(dtype):
 def test_running_statistics_are_updated_with_the_unbiased_variance():
     x, _, _, _ = inputs((5, 4, 3), 3, dtype=jnp.float32)
     mean0, var0 = jnp.full(3, 2.0), jnp.full(3, 4.0)
-
-    def statistics(x):
-        return fnet.abn(x, None, None, mean0, var0, train=True, decay=0.75)[1:]
-
-    (mean, var), pull = jax.vjp(statistics, x)
+    (mean, var), pull = jax.vjp(
+        lambda x: fnet.abn(x, None, None, mean0, var0, train=True, decay=0.75)[1:], x
+    )
     assert not jnp.any(pull((mean0, var0))[0])  # they are no function of the batch to a gradient
     flat = np.asarray(x).reshape(-1, 3)
     chex.assert_trees_all_close(mean, 0.75 * 2.0 + 0.25 * flat.mean(0), rtol=1e-5)
