@@ -125,10 +125,10 @@ def test_a_run_that_crashed_and_was_interrupted_ends_with_the_same_bits(
     capsys.readouterr()
 
     # Before step 4, at whose end an evaluation is due.
-    interrupted_at(0, monkeypatch, lambda: signal.raise_signal(signal.SIGINT))
+    interrupted_at(0, monkeypatch, lambda: signal.raise_signal(signal.SIGTERM))
     printed = output_of(capsys, "train", "tiny.py", "--out", "parts", "--resume")
     assert "resumed after step 3 of 8" in printed
-    assert "SIGINT: saved after step 4 of 8" in printed
+    assert "SIGTERM: saved after step 4 of 8" in printed
     assert "fnet train parts/ --resume" in printed
     assert not (workplace / "parts" / "summary.json").exists()
 
