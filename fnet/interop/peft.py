@@ -21,8 +21,7 @@ _TENSORS = {
     ".lora_magnitude_vector.weight": "magnitude",
 }
 
-# Those behind the first line do not change what the adapters compute, or only say which modules
-# have one.
+# Those of the first line are read. The others do not change what the adapters compute.
 _KNOWN = frozenset(
     (  # noqa: SIM905
         "peft_type r lora_alpha use_dora use_rslora "
@@ -33,11 +32,12 @@ _KNOWN = frozenset(
 )
 
 REFUSED = {
-    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "falcon_h1"), "out_proj"),
-    **dict.fromkeys(("qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "lfm2_moe"), "gate"),
-    "gpt_oss": "router",
+    **dict.fromkeys(("mamba", "falcon_mamba"), ("out_proj", "dt_proj")),
+    **dict.fromkeys(("mamba2", "falcon_h1"), ("out_proj",)),
+    **dict.fromkeys(("qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "lfm2_moe"), ("gate",)),
+    "gpt_oss": ("router",),
 }
-"""Modules that PEFT refuses, by family: outputs whose weight a fused kernel reads, and routers."""
+"""Modules by family that PEFT refuses, or whose weight transformers reads past an adapter."""
 
 _OWN_INITIAL_WEIGHTS = (True, False, "gaussian", "eva")
 
@@ -214,7 +214,7 @@ def huggingface_modules(model: Any) -> dict[str, Module]:
     for tensor in model.tensors:
         is_matrix = len(tensor.shape) - (tensor.row is not None) == 2
         is_linear = tensor.path.endswith("kernel") and is_matrix and "1" not in tensor.layout
-        is_refused = tensor.name.endswith(f".{REFUSED.get(model.family)}.weight")
+        is_refused = tensor.name.split(".")[-2:][0] in REFUSED.get(model.family, ())
         if not (tensor.name.endswith(".weight") and is_linear) or is_refused:
             continue
         # transformers renames the language model of models that also see images when it loads them.

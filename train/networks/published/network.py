@@ -327,9 +327,10 @@ def adapters_of(section: Published) -> lora.LoRA | None:
     if section.lora_rank is None:
         return None
     targets = section.lora_targets
-    family = str(read_config(Path(section.path)).get("model_type"))
-    if targets == LINEAR and REFUSED.get(family) == "out_proj":
-        targets = (*targets, "!*/out/kernel")
+    if targets == LINEAR:
+        refused = REFUSED.get(str(read_config(Path(section.path)).get("model_type")), ())
+        names = (n.removesuffix("_proj") for n in refused if n.endswith("_proj"))
+        targets = (*targets, *map("!*/{}/kernel".format, names))
     return lora.LoRA(section.lora_rank, section.lora_alpha, targets, dora=section.dora)
 
 
