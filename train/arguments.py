@@ -484,8 +484,7 @@ def _switch_variants(config: Config, flags: Sequence[str]) -> Config:
             if section == "data":  # what the recipe sets of other fields of the same type
                 both = type(current), kind
                 old, new = (typing.get_type_hints(c, include_extras=True) for c in both)
-                changed = [f.name for f in fields(current) if getattr(current, f.name) != f.default]
-                names |= {name for name in changed if old[name] == new.get(name)}
+                names |= {n for n in given_options(current) if old[n] == new.get(n)}
             switched: Any = {section: kind(**{name: getattr(current, name) for name in names})}
             config = replace(config, **switched)
     return config

@@ -39,7 +39,8 @@ def _statements(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> Iterator[tuple[Any,
     """Equations, those inside included, each with a text that the length of an axis keeps."""
     eqns = dependencies(jaxpr, jaxpr.outvars)[1]
     names = {v: f"v{i}" for i, v in enumerate([*jaxpr.constvars, *jaxpr.invars])}
-    names |= {v: f"{jnp.ravel(c)[:1]}" for v, c in zip(jaxpr.constvars, consts, strict=False)}
+    for v, c in zip(jaxpr.constvars, consts, strict=False):  # a part, because they may be large
+        names[v] = f"{jnp.asarray(c)[(slice(1),) * jnp.ndim(c)]}"
 
     def text(v: Any) -> str:
         return f"{v.val if isinstance(v, Literal) else names[v]} [{aval(v).ndim}]"
